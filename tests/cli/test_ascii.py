@@ -70,7 +70,7 @@ COMMANDS = {
 }
 
 
-def test_no_command_fails_for_a_letter(tmp_path):
+def test_commands_print_non_ascii_names_in_an_ascii_locale(tmp_path):
     write_task(tmp_path, TASK.replace("Regression", "Größe"), "größe.py")
     (tmp_path / "commands.json").write_text(json.dumps([*COMMANDS]))
     result = paceline(
@@ -87,7 +87,7 @@ def test_no_command_fails_for_a_letter(tmp_path):
     assert " -> " in result.out, "the arrow of the closing table"
 
 
-def test_what_ascii_lacks_is_written_in_words():
+def test_unencodable_characters_are_transliterated():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, "ascii", output.PLAIN)
     stream.write("3 × 2 … 1.0 → 0.5 ± 10 µs ╭─┬─╮│a│ 2² café λ \ud800")
@@ -95,7 +95,7 @@ def test_what_ascii_lacks_is_written_in_words():
     assert raw.getvalue() == b"3 x 2 ... 1.0 -> 0.5 +/- 10 us +-+-+|a| 22 cafe \\u03bb \\ud800"
 
 
-def test_whatever_the_package_prints_has_words_in_ascii():
+def test_every_sign_in_the_source_has_an_ascii_form():
     """No escapes for the signs that are in its own sentences."""
     signs = {
         sign
@@ -118,7 +118,7 @@ assert spec.load(Path("spec.toml"), {})[1].chosen == "90 \\u00b5s \\u00b1 3 % \\
 """
 
 
-def test_files_are_utf8_whatever_the_locale(tmp_path):
+def test_files_are_utf8_in_every_locale(tmp_path):
     """Not even Python's own UTF-8 mode helps here."""
     strict = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     result = paceline(at=tmp_path, program=(sys.executable, "-c", FILES_IN_ASCII), **strict)

@@ -242,7 +242,7 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
         value.replace(" ", "_") if value.startswith(("train", "resume", "show", "export")) else ""
     ),
 )
-def test_one_sentence_and_nothing_left(words, sentence, here, monkeypatch, capsys):
+def test_bad_input_prints_one_sentence_and_leaves_no_files(words, sentence, here, monkeypatch, capsys):
     """In this process: each of its own would take a second."""
     before = {*here.iterdir()} | {here / "__pycache__"}
     monkeypatch.chdir(here)
@@ -272,7 +272,7 @@ def test_one_sentence_and_nothing_left(words, sentence, here, monkeypatch, capsy
         value.replace(" ", "_") if value.startswith(("train", "resume", "show", "export")) else ""
     ),
 )
-def test_one_sentence_of_a_process(words, sentence, here):
+def test_bad_input_of_a_new_process_prints_one_sentence(words, sentence, here):
     assert refused(*words.split(" "), at=here) == sentence
 
 
@@ -288,7 +288,7 @@ def test_one_sentence_of_a_process(words, sentence, here):
         ("export runs", "file"),
     ],
 )
-def test_words_that_no_command_takes(words, part, monkeypatch, capsys):
+def test_unknown_options_are_refused(words, part, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["paceline", *words.split(" ")])
     with pytest.raises(SystemExit) as left:
         cli.main()
@@ -296,7 +296,7 @@ def test_words_that_no_command_takes(words, part, monkeypatch, capsys):
     assert part in capsys.readouterr().err
 
 
-def test_a_file_with_a_mistake(here, tmp_path):
+def test_a_task_file_with_a_syntax_error(here, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('task = "bad.py:Regression"\nbatch = "many"\n')
     assert refused("train", file, at=here) == "batch must be an integer, got 'many'"
@@ -310,7 +310,7 @@ def test_a_file_with_a_mistake(here, tmp_path):
     )
 
 
-def test_a_run_that_exists_already(here, tmp_path):
+def test_an_existing_run_is_refused(here, tmp_path):
     RunFolder(tmp_path).spec.touch()
     expected = (
         f"{tmp_path} already exists; choose another --run-dir (to continue it: paceline resume {tmp_path})"
@@ -318,7 +318,7 @@ def test_a_run_that_exists_already(here, tmp_path):
     assert refused("train", "bad.py:Regression", "--run-dir", tmp_path, "--ranks", "2", at=here) == expected
 
 
-def test_debug_shows_where_it_came_from(here):
+def test_debug_shows_the_traceback(here):
     for words in (("train", "nowhere.py:Task", "--debug"), ("--debug", "show", "nowhere")):
         result = paceline(*words, at=here)
         assert result.status != 0
@@ -326,7 +326,7 @@ def test_debug_shows_where_it_came_from(here):
         assert "paceline.errors." in result.err.splitlines()[-1]
 
 
-def test_ranks_that_another_launcher_did_not_start(here):
+def test_ranks_must_match_those_of_the_launcher(here):
     started = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     sentence = refused("train", "bad.py:Regression", "--ranks", "4", at=here, **started)
     assert (
@@ -337,7 +337,7 @@ def test_ranks_that_another_launcher_did_not_start(here):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_there(here):
+def test_a_missing_gpu_is_refused(here):
     sentence = f"device=cuda, but torch {torch.__version__} finds no CUDA device here; use --device cpu"
     assert refused("train", "bad.py:Regression", "--device", "cuda", at=here) == sentence
 
@@ -368,7 +368,7 @@ def test_a_gpu_that_is_not_there(here):
         (":Task", "cannot import '', named by :Task: Empty module name"),
     ],
 )
-def test_references_that_lead_nowhere(reference, message, here):
+def test_unknown_task_references_are_refused(reference, message, here):
     with pytest.raises(TaskError) as caught:
         load_task(reference.format(at=here), {})
     assert str(caught.value) == message.format(at=here)
@@ -395,7 +395,7 @@ def test_references_that_lead_nowhere(reference, message, here):
         ("", "{path} has 0 tasks (none); specify the class: {path}:NAME"),
     ],
 )
-def test_files_that_are_no_task(source, message, tmp_path):
+def test_files_without_a_task_are_refused(source, message, tmp_path):
     path = write_task(tmp_path, source, "mine.py")
     with pytest.raises(TaskError) as caught:
         load_task(str(path), {})
@@ -436,14 +436,14 @@ class Fields(Task):
         ({"must": 1, "name": 3}, "name must be a string, got 3"),
     ],
 )
-def test_fields_that_do_not_fit(fields, message, tmp_path):
+def test_invalid_fields_are_refused(fields, message, tmp_path):
     path = write_task(tmp_path, FIELDS, "fields.py")
     with pytest.raises(TaskError) as caught:
         load_task(f"{path}:Fields", fields)
     assert str(caught.value) == f"{path}:Fields: {message}"
 
 
-def test_fields_that_fit(tmp_path):
+def test_valid_fields_are_converted(tmp_path):
     path = write_task(tmp_path, FIELDS, "fields.py")
     task = load_task(f"{path}:Fields", {"must": 1, "rate": 2, "sizes": [3], "act": "gelu", "name": "a"})
     assert vars(task) == {
@@ -457,7 +457,7 @@ def test_fields_that_fit(tmp_path):
     }
 
 
-def test_a_field_that_is_unknown(tmp_path):
+def test_an_unknown_field_names_the_nearest(tmp_path):
     path = write_task(tmp_path, FIELDS, "fields.py")
     with pytest.raises(TaskError, match=r"has no field widht; did you mean width\?"):
         load_task(f"{path}:Fields", {"must": 1, "widht": 3})
@@ -507,7 +507,7 @@ def failing(spec: Spec, plan: str | None = None, run: RunFolder | None = None) -
         ),
     ],
 )
-def test_a_task_that_answers_nonsense(fate, kind, message, here):
+def test_a_task_with_invalid_results(fate, kind, message, here):
     error = failing(wanted(here, fate))
     assert (type(error), str(error)) == (kind, message.replace("{here}", str(here)))
 
@@ -523,7 +523,7 @@ def test_a_sample_that_raises_is_named(workers, here):
     assert f'File "{here}/bad.py", line' in str(error.__cause__)
 
 
-def test_samples_of_unlike_shapes_are_named(here):
+def test_samples_of_different_shapes_are_named(here):
     message = str(failing(wanted(here, "another shape")))
     assert message.startswith("one of the samples [")
     assert "31" in message
@@ -540,7 +540,7 @@ def test_samples_of_unlike_shapes_are_named(here):
         ({"batch": 9}, "batch 9 is not divisible by microbatches=2: use --batch 10 or 8"),
     ],
 )
-def test_a_request_that_contradicts_itself(more, message, here):
+def test_contradictory_requests_are_refused(more, message, here):
     error = failing(wanted(here, **more), "single,microbatches=2")
     assert (type(error) in (SpecError, PlanError), str(error)) == (True, message)
 
@@ -573,7 +573,7 @@ def refusal_here(spec: Spec, plan: str) -> str:
         ),
     ],
 )
-def test_what_several_ranks_cannot_do(fate, samples, plan, message, here):
+def test_requests_that_several_ranks_cannot_train(fate, samples, plan, message, here):
     spec = wanted(here).model_copy(update={"set": {"fate": fate, "samples": samples}})
     for found in ranks(2)(refusal_here, spec, plan):
         assert found.startswith(message)
@@ -612,7 +612,7 @@ def test_a_gradient_that_is_not_finite(here):
     assert " at step " in str(error)
 
 
-def test_a_metric_that_is_not_there(here):
+def test_an_unknown_metric_is_refused(here):
     spec = wanted(here, "nan metric", save=Save(best="max acuracy"))
     assert str(failing(spec)) == "save.best='max acuracy', but the evaluation has no acuracy; available: loss"
 
@@ -626,7 +626,7 @@ def train_two(here: Path, at: Path, fate: str, *words: str, **env: str) -> Resul
 
 
 @pytest.mark.slow
-def test_before_the_first_step_nothing_is_left(here, tmp_path):
+def test_a_refused_training_leaves_no_files(here, tmp_path):
     result = train_two(here, tmp_path, "uneven")
     assert result.status == 2
     assert result.err.startswith("paceline: dataset('train') has 50 samples on rank 0 and 51 on rank 1; ")
@@ -634,7 +634,7 @@ def test_before_the_first_step_nothing_is_left(here, tmp_path):
     assert not (tmp_path / "r").exists()
 
 
-def test_what_is_far_too_much_is_one_short_sentence(here):
+def test_oversized_values_give_one_short_sentence(here):
     for words, message in (
         (("--ranks", "999999", "--batch", "999999"), "--ranks 999999 on this machine of "),
         (("--nodes", "9" * 5000), "(5,002 characters); write 4, or 2:4 for 2 to 4 nodes"),
@@ -660,13 +660,13 @@ def test_a_sample_that_raises_on_one_of_two_ranks(here, tmp_path):
 
 
 @pytest.mark.slow
-def test_debug_shows_the_line_of_the_task_also_on_another_rank(here, tmp_path):
+def test_debug_shows_the_line_of_the_task_on_another_rank(here, tmp_path):
     result = train_two(here, tmp_path, "raises", "--debug")
     assert f'File "{here}/bad.py", line' in result.err, result.all
     assert "the disk has a hole" in result.err
 
 
-def test_a_rank_that_dies_names_itself(here, tmp_path):
+def test_a_rank_that_dies_is_named(here, tmp_path):
     result = train_two(here, tmp_path, "dies", "--save-every", "1", "--workers", "0")
     steps = max(event.step for event in of_kind(tmp_path / "r", Step))
     kept = RunFolder(tmp_path / "r").checkpoints()[-1]
@@ -678,7 +678,7 @@ def test_a_rank_that_dies_names_itself(here, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_names_itself(here, tmp_path):
+def test_a_rank_that_is_killed_is_named_with_its_signal(here, tmp_path):
     slow = slow_down(tmp_path / "slow", 0.02)
     words = (
         "train",
@@ -705,7 +705,7 @@ def test_a_rank_that_is_killed_names_itself(here, tmp_path):
 
 
 @pytest.mark.slow
-def test_of_several_starts_the_last_one_counts(here, tmp_path):
+def test_the_error_is_that_of_the_last_start(here, tmp_path):
     """In the first one rank 0 is killed, and rank 1 says that it lost it; in the second it is the other way round."""
     slow, run = slow_down(tmp_path / "slow", 0.02), tmp_path / "r"
     words = (
@@ -735,7 +735,7 @@ def test_of_several_starts_the_last_one_counts(here, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_at_its_start_is_named_and_not_the_one_that_waits_for_it(tmp_path):
+def test_a_rank_that_fails_at_its_start_is_named(tmp_path):
     """The other one waits where no signal reaches it, until it is killed."""
     source = command.TASK + '\n\nif os.environ.get("RANK") == "1":\n    os._exit(7)\n'
     write_task(tmp_path, source)
@@ -754,7 +754,7 @@ def test_a_rank_that_fails_at_its_start_is_named_and_not_the_one_that_waits_for_
         ("loss raises", "loss() raised KeyError: 'labels'"),
     ],
 )
-def test_a_mistake_in_the_task_is_one_sentence(fate, words, here, tmp_path):
+def test_an_error_in_the_task_is_one_sentence(fate, words, here, tmp_path):
     """It is the user's own code: where it broke is what helps."""
     spec = (
         "train",
@@ -775,7 +775,7 @@ def test_a_mistake_in_the_task_is_one_sentence(fate, words, here, tmp_path):
     assert (tmp_path / "r").exists() == (fate == "loss raises"), "nothing is left where nothing had started"
 
 
-def test_a_mistake_in_the_task_on_several_ranks(here, tmp_path):
+def test_an_error_in_the_task_on_several_ranks(here, tmp_path):
     result = train_two(here, tmp_path, "model raises")
     assert result.status == 2
     assert result.err.startswith(

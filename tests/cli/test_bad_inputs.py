@@ -72,7 +72,7 @@ def test_a_bad_input(case, here):
 
 
 @pytest.mark.slow
-def test_some_in_processes_of_their_own(here):
+def test_some_bad_inputs_in_new_processes(here):
     """Which import everything themselves, as a person's do."""
 
     def cold(*words: str, at: Path, timeout_s: float) -> Result:

@@ -128,11 +128,11 @@ def test_help_does_not_wait_for_torch(words, tmp_path):
     assert result.status == (0 if words else 2)
 
 
-def test_the_version(tmp_path):
+def test_version(tmp_path):
     assert re.fullmatch(r"paceline \d+\.\d+\.\d+\n", succeed("--version", at=tmp_path).out)
 
 
-def test_a_command_is_known_by_the_first_sentence_of_its_help(monkeypatch):
+def test_the_table_of_commands_matches_their_help(monkeypatch):
     """The table and the modules say the same, so that the page of all commands and that of one do not differ."""
     folder = Path(cli.__file__).parent
     modules = {".".join(path.relative_to(folder).with_suffix("").parts) for path in folder.rglob("*.py")}
@@ -145,7 +145,7 @@ def test_a_command_is_known_by_the_first_sentence_of_its_help(monkeypatch):
     assert [*cli.load("bench").commands] == ["collectives", "compute", "overlap", "host", "storage", "input"]
 
 
-def test_a_mistyped_command_is_told_its_nearest(tmp_path):
+def test_a_mistyped_command_suggests_the_nearest(tmp_path):
     refused = paceline("trian", at=tmp_path)
     assert refused.status == 2
     assert "No such command 'trian'. Did you mean 'train'" in refused.err
@@ -204,7 +204,7 @@ def test_an_option_may_repeat_its_value(words, tmp_path):
     assert "different values" not in paceline(*words, at=tmp_path).all
 
 
-def test_help_names_the_commands_and_no_inner_one(tmp_path):
+def test_help_hides_internal_commands(tmp_path):
     text = succeed("--help", at=tmp_path).out
     for command in ("train", "resume", "show", "export", "--debug"):
         assert command in text
@@ -247,7 +247,7 @@ def test_completion_can_be_installed(tmp_path):
 # A run and its files
 
 
-def test_flags_win_over_the_file(trained):
+def test_options_override_the_file(trained):
     at, _ = trained
     spec, launch = RunFolder(at / "r").request()
     assert spec == Spec(
@@ -262,7 +262,7 @@ def test_flags_win_over_the_file(trained):
     assert launch == Launch(ranks=2, plan="ddp,microbatches=2")
 
 
-def test_what_it_prints(trained):
+def test_train_prints_its_progress(trained):
     _, result = trained
     lines = result.out.splitlines()
     assert result.err == ""
@@ -286,7 +286,7 @@ def test_what_it_prints(trained):
     assert "\x1b" not in result.out, "colours and cursor movements are for terminals"
 
 
-def test_its_events(trained):
+def test_train_writes_events(trained):
     at, _ = trained
     lines = [json.loads(line) for line in (at / "r/events.jsonl").read_text().splitlines()]
     kinds = [line["event"] for line in lines]
@@ -321,7 +321,7 @@ def test_its_events(trained):
     assert times == sorted(times)
 
 
-def test_its_files(trained):
+def test_train_writes_files(trained):
     at, _ = trained
     names = {path.name for path in (at / "r").iterdir()}
     assert {
@@ -340,7 +340,7 @@ def test_its_files(trained):
     assert re.search(r"^\d\d:\d\d:\d\d step 12  done$", log, re.MULTILINE)
 
 
-def test_where_it_came_from(trained):
+def test_train_writes_provenance(trained):
     at, _ = trained
     facts = json.loads((at / "r/provenance.json").read_text())
     assert facts["command"][1:] == ["train", "run.toml", *facts["command"][3:]]
@@ -349,7 +349,7 @@ def test_where_it_came_from(trained):
     assert {"command", "folder", "host", "user", "system", "python", "packages"} <= {*facts}
 
 
-def test_the_revision_of_the_users_code(tmp_path):
+def test_provenance_has_the_revision_of_the_task(tmp_path):
     """Of the folder in which the command was given."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
@@ -366,7 +366,7 @@ def test_the_revision_of_the_users_code(tmp_path):
     assert (facts["git_revision"], facts["git_changed"]) == (head, True)
 
 
-def test_tensorboard_can_read_it(trained):
+def test_tensorboard_reads_the_run(trained):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     at, _ = trained
     board = accumulator.EventAccumulator(str(at / "r/tensorboard"))
@@ -385,7 +385,7 @@ def test_tensorboard_can_read_it(trained):
     assert [scalar.step for scalar in board.Scalars("validation/close")] == [5, 9, 12]
 
 
-def test_its_request_can_be_trained_again(trained, tmp_path):
+def test_the_saved_request_can_be_trained_again(trained, tmp_path):
     """And gives the same weights, bit for bit."""
     at, _ = trained
     again = succeed("train", at / "r/spec.toml", "--run-dir", "again", at=tmp_path)
@@ -393,7 +393,7 @@ def test_its_request_can_be_trained_again(trained, tmp_path):
     assert not unequal(weights(tmp_path / "again"), weights(at / "r"))
 
 
-def test_resume_takes_it_further_on_other_ranks(trained, tmp_path):
+def test_resume_continues_on_other_ranks(trained, tmp_path):
     at, _ = trained
     shutil.copytree(at / "r", tmp_path / "r")
     result = succeed("resume", "r", "--ranks", "1", "--steps", "15", at=tmp_path)
@@ -411,7 +411,7 @@ def test_resume_takes_it_further_on_other_ranks(trained, tmp_path):
     )
 
 
-def test_trainings_that_begin_at_the_same_moment_have_folders_of_their_own(tmp_path, monkeypatch):
+def test_simultaneous_trainings_have_different_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "T")
     first, second = reserve(None, "digits"), reserve(None, "digits")
@@ -450,7 +450,7 @@ def test_exported_weights_load_into_the_model(trained, tmp_path):
     }
 
 
-def test_export_of_an_earlier_step_and_over_a_file(trained, tmp_path):
+def test_export_an_earlier_step_and_overwrite_a_file(trained, tmp_path):
     at, _ = trained
     file = tmp_path / "w.safetensors"
     succeed("export", at / "r", file, "--step", "5", at=tmp_path)
@@ -479,7 +479,7 @@ def shown(run: Path, monkeypatch, capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_show_of_a_run_that_is_done(trained):
+def test_show_a_finished_run(trained):
     at, result = trained
     text = succeed("show", "r", at=at).out
     assert text.startswith(result.out.splitlines()[0])
@@ -522,14 +522,14 @@ STEPS = [
 ]
 
 
-def test_show_of_a_run_that_was_interrupted(tmp_path, monkeypatch, capsys):
+def test_show_an_interrupted_run(tmp_path, monkeypatch, capsys):
     text = shown(pretend(tmp_path / "r", STARTED, *STEPS), monkeypatch, capsys)
     assert f"interrupted after step 7 of 20; continue with: paceline resume {tmp_path}/r" in text
     assert "no checkpoint" in text
     assert "1.0000 → 0.1429" in text
 
 
-def test_show_of_a_run_that_failed(tmp_path, monkeypatch, capsys):
+def test_show_a_failed_run(tmp_path, monkeypatch, capsys):
     failed = [
         Failed(what="run", message="RuntimeError: Connection closed by peer", step=7, rank=0, lost_peer=True),
         Failed(what="run", message="MemoryError: no [room] for it", step=7, rank=1),
@@ -539,13 +539,13 @@ def test_show_of_a_run_that_failed(tmp_path, monkeypatch, capsys):
     assert "Connection closed" not in text, "that is no cause"
 
 
-def test_show_of_a_run_that_goes_on(tmp_path, monkeypatch, capsys):
+def test_show_a_running_run(tmp_path, monkeypatch, capsys):
     run = pretend(tmp_path / "r", STARTED, *STEPS)
     with RunFolder(run).lock():
         assert "running, step 7 of 20" in shown(run, monkeypatch, capsys)
 
 
-def test_show_of_a_run_that_was_stopped_and_resumed(tmp_path, monkeypatch, capsys):
+def test_show_a_stopped_and_resumed_run(tmp_path, monkeypatch, capsys):
     again = Started(**{**vars(STARTED), "step": 7})
     events = [STARTED, *STEPS, Ended(step=7, reason="stopped"), again]
     assert "interrupted after step 7 of 20" in shown(pretend(tmp_path / "r", *events), monkeypatch, capsys)
@@ -554,11 +554,11 @@ def test_show_of_a_run_that_was_stopped_and_resumed(tmp_path, monkeypatch, capsy
     assert f"continue with: paceline resume {tmp_path}/s" in text
 
 
-def test_show_of_a_run_in_which_nothing_has_happened(tmp_path, monkeypatch, capsys):
+def test_show_a_run_that_has_not_started(tmp_path, monkeypatch, capsys):
     assert "not started yet" in shown(pretend(tmp_path / "r"), monkeypatch, capsys)
 
 
-def test_show_leaves_the_run_as_it_is(trained):
+def test_show_does_not_change_the_run(trained):
     at, _ = trained
     before = {path: path.stat().st_mtime_ns for path in (at / "r").rglob("*") if path.is_file()}
     succeed("show", "r", at=at)
@@ -579,7 +579,7 @@ MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none
         pytest.param(MPIRUN, id="mpirun", marks=pytest.mark.mpi("mpirun")),
     ],
 )
-def test_whoever_starts_the_ranks_the_weights_are_the_same(launcher, tmp_path):
+def test_weights_do_not_depend_on_the_launcher(launcher, tmp_path):
     """Bit for bit; and what is printed is for a file, also where mpirun gives its ranks a terminal."""
     write_task(tmp_path)
     words = (
@@ -605,7 +605,7 @@ def test_whoever_starts_the_ranks_the_weights_are_the_same(launcher, tmp_path):
     assert not unequal(weights(run), weights(tmp_path / "own"))
 
 
-def test_torchrun_passes_every_option_on():
+def test_torchrun_passes_on_every_option():
     """torchrun's parser expands abbreviations of its own options also behind the module's name."""
     from torch.distributed.run import get_args_parser
 
@@ -623,7 +623,7 @@ def test_torchrun_passes_every_option_on():
 
 
 @pytest.mark.slow
-def test_under_torchrun_it_is_stopped_and_resumed(tmp_path):
+def test_stop_and_resume_under_torchrun(tmp_path):
     write_task(tmp_path)
     slow, run = slow_down(tmp_path / "slow", 0.01), tmp_path / "r"
     program = (*TORCHRUN, "-m", "paceline")
@@ -708,7 +708,7 @@ def test_progress_on_a_terminal(tmp_path):
     assert "step 20  done" in (tmp_path / "r/log.txt").read_text()
 
 
-def test_the_digits_are_learnt_by_default(tmp_path):
+def test_the_default_training_learns_digits(tmp_path):
     """`paceline train`, for a short while."""
     succeed("train", "--steps", "60", "--device", "cpu", "--ranks", "2", at=tmp_path)
     [run] = (tmp_path / "runs").iterdir()
@@ -716,7 +716,7 @@ def test_the_digits_are_learnt_by_default(tmp_path):
     assert of_kind(run, Evaluated)[-1].metrics["accuracy"] > 0.7
 
 
-def test_every_name_of_set_is_listed(tmp_path):
+def test_keys_lists_every_name_of_set(tmp_path):
     write_task(tmp_path)
     out = succeed("train", "my.py:Regression", "--keys", at=tmp_path).out.splitlines()
     fields = out[1 : out.index("keys of the request, by --set NAME=VALUE:")]

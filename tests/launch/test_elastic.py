@@ -182,7 +182,7 @@ def agents(folder: Path, nodes: list[network.Node] | None = None, **launch: obje
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_started_again_with_all_others(alone: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_restarts_all_ranks(alone: Path, tmp_path: Path) -> None:
     """Once; the second time there are no restarts left, and it is said once. Weights as of ranks left alone."""
     with agents(tmp_path) as there:
         there.until(lambda: RunFolder(there.run).checkpoints() != [], "saved")
@@ -206,7 +206,7 @@ def test_a_rank_that_is_killed_is_started_again_with_all_others(alone: Path, tmp
 
 
 @pytest.mark.slow
-def test_the_store_of_the_agents_is_gone(tmp_path: Path) -> None:
+def test_a_lost_store_of_the_agents_is_reported(tmp_path: Path) -> None:
     """With the first agent. Its ranks tell the others to save."""
     with agents(tmp_path) as there:
         there.until(lambda: steps_done(there.run) >= 6, "at step 6")
@@ -220,7 +220,7 @@ def test_the_store_of_the_agents_is_gone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_by_hand_goes_on_with_fewer_nodes(alone: Path, tmp_path: Path) -> None:
+def test_torchrun_continues_on_fewer_nodes(alone: Path, tmp_path: Path) -> None:
     write_task(tmp_path)
     request(tmp_path)
     slow, run = slow_down(tmp_path / "slow", 0.01), tmp_path / "r"

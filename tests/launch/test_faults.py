@@ -60,7 +60,7 @@ def begin(folder: Path, source: str, *more: str, program: tuple[str, ...] = PACE
 
 
 @pytest.mark.parametrize("program", LAUNCHERS)
-def test_one_rank_is_out_of_memory_while_the_others_wait(program: tuple[str, ...], tmp_path: Path) -> None:
+def test_out_of_memory_on_one_rank_ends_all(program: tuple[str, ...], tmp_path: Path) -> None:
     """Under the default timeout of a minute, which nobody waits for."""
     run = tmp_path / "run"
     with begin(tmp_path, GREEDY, program=program) as running:

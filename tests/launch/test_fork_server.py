@@ -99,7 +99,7 @@ def seen(how: str, at: Path) -> list[dict[str, Any]]:
     return [json.loads((at / f"{how}-{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_a_forked_rank_is_like_a_spawned_one(tmp_path: Path) -> None:
+def test_a_forked_rank_equals_a_spawned_rank(tmp_path: Path) -> None:
     assert LOOKING.count("surroundings()") == 2
     write_task(tmp_path, LOOKING)
     for forked, spawned in zip(seen("forked", tmp_path), seen("spawned", tmp_path), strict=True):
@@ -120,7 +120,7 @@ def test_a_forked_rank_is_like_a_spawned_one(tmp_path: Path) -> None:
         assert forked["signals"]["1"] == str(signal.SIG_IGN)
 
 
-def test_where_forks_are_not_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_spawned_if_forks_are_not_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     one_thread = {"OMP_NUM_THREADS": "1"}
     assert is_safe(one_thread)
     assert not is_safe({"OMP_NUM_THREADS": "2"})
@@ -137,7 +137,7 @@ def server_of(running: Running) -> psutil.Process | None:
     )
 
 
-def test_a_fork_server_that_is_killed_takes_no_rank_with_it(tmp_path: Path) -> None:
+def test_ranks_continue_when_the_fork_server_is_killed(tmp_path: Path) -> None:
     """Ranks that are started again are spawned then."""
     write_task(tmp_path)
     slow = slow_down(tmp_path / "slow", 0.01)
@@ -161,7 +161,7 @@ def test_a_fork_server_that_is_killed_takes_no_rank_with_it(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_fork_server_that_is_killed_while_it_imports(tmp_path: Path) -> None:
+def test_a_fork_server_that_is_killed_during_its_imports(tmp_path: Path) -> None:
     write_task(tmp_path)
     with start(*WORDS, "--steps", "2", "--run-dir", "r", at=tmp_path) as running:
         running.until(lambda: server_of(running) is not None, "with a fork server")
@@ -195,7 +195,7 @@ def test_restarted_ranks_are_forked_again(tmp_path: Path) -> None:
     assert result.status == 0, result.all
 
 
-def test_a_process_that_nobody_tells_to_go_on_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_without_go_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the fork server died before it could answer, and another process became this rank."""
     from paceline.launch.spawn import build_rank_environments
     from paceline.run import RunFolder

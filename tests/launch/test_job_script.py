@@ -70,7 +70,7 @@ def test_a_job_script(name):
     )
 
 
-def test_what_is_asked_for_changes_the_script():
+def test_every_field_changes_the_script():
     """Each of its words counts."""
     others = [
         replace(JOB, nodes=3),
@@ -90,7 +90,7 @@ def test_what_is_asked_for_changes_the_script():
     assert len({render(JOB, Site.model_validate({name: value})) for name, value in said.items()}) == len(said)
 
 
-def test_a_virtual_environment_brings_its_own_python():
+def test_a_virtual_environment_provides_python():
     script = render(JOB, Site(venv="/home/me/my env"))
     assert "source '/home/me/my env'/bin/activate\n" in script
     assert " python -m paceline rank" in script
@@ -140,14 +140,14 @@ def test_the_site_file_of_this_folder(tmp_path, monkeypatch):
         ("partition =", "is not TOML"),
     ],
 )
-def test_a_site_file_that_is_wrong(text, said, tmp_path):
+def test_an_invalid_site_file_is_refused(text, said, tmp_path):
     with pytest.raises(SpecError) as error:
         site(tmp_path, text)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_site_file_that_is_not_there(tmp_path):
+def test_a_missing_site_file_is_refused(tmp_path):
     with pytest.raises(SpecError, match=r"cannot read .*nowhere\.toml: No such file"):
         read_site(tmp_path / "nowhere.toml")
 

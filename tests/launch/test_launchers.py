@@ -62,7 +62,9 @@ def become(program: tuple[str, ...], folder: Path, *words: str) -> Result:
 
 @pytest.mark.parametrize("program", LAUNCHERS)
 @pytest.mark.parametrize("plan", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_two_ranks_one_run(program: tuple[str, ...], plan: str, tmp_path: Path, alone: list[float]) -> None:
+def test_two_ranks_share_one_run(
+    program: tuple[str, ...], plan: str, tmp_path: Path, alone: list[float]
+) -> None:
     result = become(program, tmp_path, "my.py:Regression", *WORDS, "--plan", plan)
     assert result.status == 0, result.all
     (run,) = (tmp_path / "runs").glob("*/")  # no note of a meeting place is left either
@@ -75,7 +77,7 @@ def test_two_ranks_one_run(program: tuple[str, ...], plan: str, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("program", FAILING)
-def test_an_error_is_said_once(program: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_error_before_the_start_is_printed_once(program: tuple[str, ...], tmp_path: Path) -> None:
     result = become(program, tmp_path, "my.py:Regression", "--batch", "25", "--ranks", "2")
     assert result.status != 0
     assert "batch 25 is not divisible by ranks × microbatches = 2 × 1 = 2: use --batch 26 or 24" in result.all
@@ -83,13 +85,13 @@ def test_an_error_is_said_once(program: tuple[str, ...], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("program", FAILING)
-def test_an_error_of_all_ranks_is_said_once(program: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_error_of_all_ranks_is_printed_once(program: tuple[str, ...], tmp_path: Path) -> None:
     result = become(program, tmp_path, "my.py:Regression", *WORDS, "--set", "schedule.warmup=100000")
     assert result.status != 0
     assert result.all.count("paceline: schedule.warmup=100000 samples is longer") == 1, result.all
 
 
-def test_other_ranks_than_were_started_are_refused(tmp_path: Path) -> None:
+def test_ranks_other_than_those_started_are_refused(tmp_path: Path) -> None:
     result = become(TORCHRUN, tmp_path, "my.py:Regression", "--ranks", "4")
     assert "--ranks 4, but torchrun started 2" in result.all
 

@@ -97,7 +97,7 @@ def ranks(running: Running) -> dict[int, psutil.Process]:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_started_again(tmp_path: Path, through: dict[str, np.ndarray]) -> None:
+def test_a_killed_rank_is_restarted(tmp_path: Path, through: dict[str, np.ndarray]) -> None:
     run = tmp_path / "r"
     with begin(tmp_path, "--restarts", "1") as running:
         until_saved(running, run)
@@ -121,7 +121,7 @@ def test_a_rank_that_is_killed_is_started_again(tmp_path: Path, through: dict[st
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_more_ranks_than_the_cluster_has_room_for(tmp_path: Path) -> None:
+def test_more_ranks_than_the_cluster_has_cpus(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     request = ("--ranks", str(cores + 1), "--batch", str(cores + 1), "--device", "cpu")
     result = paceline("train", *request, "--launcher", "ray", at=tmp_path, **RAY)
@@ -135,7 +135,7 @@ def test_more_ranks_than_the_cluster_has_room_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name
 )
-def test_it_saves_when_it_is_asked_to_stop(
+def test_a_stop_signal_saves_a_checkpoint(
     number: signal.Signals, tmp_path: Path, through: dict[str, np.ndarray]
 ) -> None:
     run = tmp_path / "r"
@@ -152,7 +152,7 @@ def test_it_saves_when_it_is_asked_to_stop(
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     run = tmp_path / "r"
     with begin(tmp_path) as running:
         until_saved(running, run)
@@ -168,7 +168,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_an_actor_that_is_killed(tmp_path: Path) -> None:
+def test_a_killed_actor_is_reported(tmp_path: Path) -> None:
     run = tmp_path / "r"
     with begin(tmp_path) as running:
         until_saved(running, run)
@@ -184,7 +184,7 @@ def test_an_actor_that_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, through: dict[str, np.ndarray]) -> None:
+def test_no_process_outlives_a_killed_launcher(tmp_path: Path, through: dict[str, np.ndarray]) -> None:
     run = tmp_path / "r"
     with begin(tmp_path) as running:
         until_saved(running, run)
@@ -247,7 +247,7 @@ def end(mark: str) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_cluster_of_two_nodes(
+def test_train_on_a_cluster_of_two_nodes(
     cluster: tuple[str, list[str]], tmp_path: Path, through: dict[str, np.ndarray]
 ) -> None:
     folder, _ = cluster
@@ -266,7 +266,7 @@ def test_a_cluster_of_two_nodes(
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_node_that_is_lost(
+def test_a_lost_node_is_reported(
     cluster: tuple[str, list[str]], tmp_path: Path, through: dict[str, np.ndarray]
 ) -> None:
     folder, marks = cluster
@@ -293,7 +293,7 @@ def test_a_node_that_is_lost(
 # What needs no Ray
 
 
-def test_ranks_of_a_node_are_neighbours_and_see_its_gpus() -> None:
+def test_ranks_of_a_node_are_consecutive_and_see_its_gpus() -> None:
     given = [
         ActorPlacement("a", ("2",)),
         ActorPlacement("b", ("0",)),
@@ -313,7 +313,7 @@ def test_ranks_of_a_node_are_neighbours_and_see_its_gpus() -> None:
     assert {(who.size, who.address, who.restart) for who in worlds} == {(4, "10.0.0.1:1234", 2)}
 
 
-def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         LaunchError,

@@ -54,14 +54,14 @@ print("all right")
 """
 
 
-def test_a_failure_ends_the_ranks_of_its_start_and_no_later_ones(tmp_path: Path) -> None:
+def test_a_failure_ends_only_the_ranks_of_its_start(tmp_path: Path) -> None:
     """Whatever the clocks say of when processes began, and of when it happened."""
     done = subprocess.run([sys.executable, "-c", LAUNCHER], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "all right\n", done.stderr
 
 
 @pytest.mark.parametrize("offset_s", [-0.99, 0.0, 0.99])
-def test_a_process_is_known_by_its_id_and_birth(
+def test_a_process_is_identified_by_its_id_and_birth(
     offset_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     true = psutil.Process.create_time
@@ -143,7 +143,7 @@ def test_a_worker_that_exits_with_0_has_failed(tmp_path: Path) -> None:
     assert "all 1 workers are gone" in result.err
 
 
-def test_a_rank_that_exits_with_0_is_started_again(tmp_path: Path) -> None:
+def test_a_rank_that_exits_with_0_is_restarted(tmp_path: Path) -> None:
     result = exiting(tmp_path, "os._exit(0)", "--restarts", "1")
     assert result.status == 0, result.all
     assert len(of_kind(tmp_path / "r", Started)) == 2

@@ -70,7 +70,7 @@ def queue(slurm: Slurm) -> str:
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("ranks_per_node", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_job_is_told_to_save_and_goes_on_where_it_was(ranks_per_node, there, tmp_path):
+def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, there, tmp_path):
     """On two nodes; the same training as one process, to the last step that was asked for and no further."""
     slow, run = slow_down(tmp_path / "slow", 0.05 * ranks_per_node), tmp_path / "runs/a"
     words = (
@@ -142,7 +142,7 @@ def assert_asked_once(at: Path, there: Slurm, *runs: tuple[str, str, str]) -> No
 
 
 @pytest.mark.slurm
-def test_a_job_is_cancelled(there, tmp_path):
+def test_cancel_a_job(there, tmp_path):
     """One that runs saves first; one that waits is taken from the queue."""
     slow, run = slow_down(tmp_path / "slow", 0.02), tmp_path / "runs/a"
     job = submit(there, tmp_path, "--time", "10", "--run-dir", "runs/a", SLOW=str(slow))
@@ -175,7 +175,7 @@ def test_a_job_is_cancelled(there, tmp_path):
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_in_an_allocation_train_starts_on_all_of_its_nodes(there, tmp_path):
+def test_train_uses_all_nodes_of_an_allocation(there, tmp_path):
     write_task(tmp_path)
     inside = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", *PACELINE)
     words = (
@@ -215,7 +215,7 @@ def test_in_an_allocation_train_starts_on_all_of_its_nodes(there, tmp_path):
 
 
 @pytest.mark.slurm
-def test_an_allocation_that_has_too_few_nodes(there, tmp_path):
+def test_an_allocation_with_too_few_nodes_is_refused(there, tmp_path):
     write_task(tmp_path)
     inside = ("salloc", "--quiet", "--nodes=1", *PACELINE)
     result = paceline("train", "my.py:Regression", "--nodes", "2", at=tmp_path, program=inside, **there.env)
@@ -239,7 +239,7 @@ srun "$@"
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_trainings_of_a_job_array_do_not_meet_each_other(there, tmp_path):
+def test_trainings_of_a_job_array_are_independent(there, tmp_path):
     """On the same nodes at the same time: no ports, notes or folders in common, though nobody named any."""
     write_task(tmp_path)
     (tmp_path / "array.sh").write_text(ARRAY)
@@ -261,7 +261,7 @@ def test_trainings_of_a_job_array_do_not_meet_each_other(there, tmp_path):
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_ranks_that_fail_say_why_once(there, tmp_path):
+def test_failing_ranks_print_one_error(there, tmp_path):
     job = submit(
         there, tmp_path, "--nodes", "2", "--ranks-per-node", "2", "--set", "widht=3", "--run-dir", "r"
     )
@@ -273,7 +273,7 @@ def test_ranks_that_fail_say_why_once(there, tmp_path):
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_a_container_and_a_folder_that_is_staged_in(there, tmp_path):
+def test_a_container_and_stage_in(there, tmp_path):
     """apptainer is played by a script which, like -e, begins with no variables but those that are passed inside."""
     image, stage = tmp_path / "bin/apptainer", tmp_path / "data.tar"
     image.parent.mkdir()
@@ -311,7 +311,7 @@ def preflight(folder: Path, *words: str, **env: str) -> tuple[Result, dict[str, 
 
 
 @pytest.mark.slurm
-def test_preflight_asks_slurm_and_queues_nothing(there, tmp_path):
+def test_preflight_queries_slurm_without_queueing(there, tmp_path):
     write_task(tmp_path)
     (tmp_path / "site.toml").write_text('partition = "short"\n')
     words = ("--nodes", "2", "--ranks-per-node", "2", "--precision", "fp32")
@@ -349,7 +349,7 @@ def test_preflight_asks_slurm_and_queues_nothing(there, tmp_path):
         ),
     ],
 )
-def test_preflight_says_what_slurm_would_refuse(site, words, said, there, tmp_path):
+def test_preflight_reports_what_slurm_would_refuse(site, words, said, there, tmp_path):
     write_task(tmp_path)
     (tmp_path / "site.toml").write_text(site)
     result, found = preflight(tmp_path, *words, **there.env)
@@ -379,7 +379,7 @@ def commands(name: str, there: Slurm, folder: Path) -> None:
 
 
 @pytest.mark.slurm
-def test_the_page(there, tmp_path):
+def test_the_commands_of_the_slurm_page(there, tmp_path):
     commands("commands", there, tmp_path)
     there.run("scancel", "--user=root")
     until(lambda: queue(there) == "", "out of the queue", tmp_path / "runs/a")
@@ -388,7 +388,7 @@ def test_the_page(there, tmp_path):
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_the_page_in_an_allocation(there, tmp_path):
+def test_the_commands_of_the_slurm_page_in_an_allocation(there, tmp_path):
     commands("allocation", there, tmp_path)
     assert [of_kind(run, Started)[0].ranks for run in (tmp_path / "runs").iterdir()] == [2, 2]
 
@@ -432,7 +432,7 @@ def refused(result: Result, folder: Path, said: str) -> None:
         ),
     ],
 )
-def test_what_slurm_refuses(site, words, said, there, tmp_path):
+def test_jobs_that_slurm_refuses(site, words, said, there, tmp_path):
     (tmp_path / "site.toml").write_text(site)
     before = queue(there)
     refused(paceline("submit", "digits", *words, at=tmp_path, **there.env), tmp_path, said)
@@ -470,7 +470,7 @@ def test_what_slurm_refuses(site, words, said, there, tmp_path):
         (("digits", "--time", "two hours"), None),
     ],
 )
-def test_what_cannot_be_submitted(words, said, tmp_path):
+def test_requests_that_cannot_be_submitted(words, said, tmp_path):
     """Before Slurm is asked for anything."""
     write_task(tmp_path)
     result = paceline("submit", *words, at=tmp_path)
@@ -482,7 +482,7 @@ def test_what_cannot_be_submitted(words, said, tmp_path):
     assert result.err.count("\n") == 1
 
 
-def test_there_is_no_slurm(tmp_path):
+def test_commands_without_slurm(tmp_path):
     there = {"PATH": str(tmp_path)}
     said = "there is no sbatch on PATH; submit from a machine with Slurm, or train here with paceline train (--dry-run shows the script)"
     refused(paceline("submit", "digits", at=tmp_path, **there), tmp_path, said)
@@ -491,7 +491,7 @@ def test_there_is_no_slurm(tmp_path):
     assert result.status == 2
 
 
-def test_a_dry_run_prints_the_script_and_leaves_nothing(tmp_path):
+def test_a_dry_run_prints_the_script_and_writes_no_files(tmp_path):
     words = (
         "submit",
         "digits",
@@ -515,7 +515,7 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(
     "words", [("submit", "my.py:Regression", "--dry-run"), ("status", "r"), ("cancel", "r")]
 )
-def test_they_do_not_wait_for_torch(words, tmp_path):
+def test_slurm_commands_do_not_import_torch(words, tmp_path):
     write_task(tmp_path)
     succeed("train", "my.py:Regression", "--steps", "1", "--device", "cpu", "--run-dir", "r", at=tmp_path)
     _, imported = imports(*words, at=tmp_path)
@@ -526,7 +526,7 @@ def test_they_do_not_wait_for_torch(words, tmp_path):
 # Here, without Slurm
 
 
-def test_a_training_on_this_machine_is_seen_and_cancelled(tmp_path):
+def test_status_and_cancel_of_a_local_training(tmp_path):
     write_task(tmp_path)
     slow = slow_down(tmp_path / "slow", 0.02)
     assert (
