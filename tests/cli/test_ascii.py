@@ -1,4 +1,4 @@
-"""Where the locale has ASCII alone, no command fails for a letter, and what it says can be read."""
+"""In an ASCII locale no command fails because of a character, and its output is readable."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from paceline import output
 
 pytestmark = pytest.mark.processes
 
-# Commands one after another in one process; each is to end by itself.
+# Runs commands one after another in one process.
 ALL = """
 import json, sys, traceback
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_unencodable_characters_are_transliterated():
 
 
 def test_every_sign_in_the_source_has_an_ascii_form():
-    """No escapes for the signs that are in its own sentences."""
+    """No sign in a sentence of the package is printed as an escape."""
     signs = {
         sign
         for path in Path(output.__file__).parent.rglob("*.py")
@@ -119,7 +119,7 @@ assert spec.load(Path("spec.toml"), {})[1].chosen == "90 \\u00b5s \\u00b1 3 % \\
 
 
 def test_files_are_utf8_in_every_locale(tmp_path):
-    """Not even Python's own UTF-8 mode helps here."""
+    """Even without the UTF-8 mode of Python."""
     strict = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     result = paceline(at=tmp_path, program=(sys.executable, "-c", FILES_IN_ASCII), **strict)
     assert result.status == 0, result.all

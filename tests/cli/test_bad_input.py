@@ -1,4 +1,4 @@
-"""What a person may get wrong: one clear sentence with the value and the way out, exit status 2, and nothing left behind."""
+"""Bad input prints one sentence with the value and the fix, exits with status 2, and leaves no files."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ class NoLoss(Task):
 
 
 class Changed(Regression):
-    """Whose points are changed by the rank or the index that asks."""
+    """A task whose samples depend on the rank or the index."""
 
     fate: str = "none"
 
@@ -102,21 +102,21 @@ LINE_OF_HOLE = next(at for at, line in enumerate(TASKS.splitlines(), 1) if "the 
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory) -> Path:
-    """A folder with bad.py, in which nothing may be left."""
+    """A folder with bad.py, in which no file may remain."""
     folder = tmp_path_factory.mktemp("bad")
     write_task(folder, TASKS, "bad.py")
     return folder
 
 
 def refused(*words: str | Path, at: Path, status: int = 2, **env: str) -> str:
-    """The one sentence."""
+    """Run a command that must be refused, and return its sentence."""
     before = {*at.iterdir()} | {at / "__pycache__"}
     result = paceline(*words, at=at, **env)
     assert result.status == status, result.all
     assert result.err.startswith("paceline: "), result.all
     assert result.err.count("\n") == 1, result.all
     assert "Traceback" not in result.out
-    assert {*at.iterdir()} <= before, "something was left behind"
+    assert {*at.iterdir()} <= before, "files remain"
     return result.err.removeprefix("paceline: ").rstrip("\n")
 
 
@@ -243,14 +243,14 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
     ),
 )
 def test_bad_input_prints_one_sentence_and_leaves_no_files(words, sentence, here, monkeypatch, capsys):
-    """In this process: each of its own would take a second."""
+    """In this process: a new process would take a second."""
     before = {*here.iterdir()} | {here / "__pycache__"}
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "argv", ["paceline", *words.split(" ")])
     with pytest.raises(SystemExit) as left:
         cli.main()
     assert (left.value.code, capsys.readouterr()) == (2, ("", f"paceline: {sentence}\n"))
-    assert {*here.iterdir()} <= before, "something was left behind"
+    assert {*here.iterdir()} <= before, "files remain"
 
 
 @pytest.mark.parametrize(
@@ -472,13 +472,13 @@ def wanted(here: Path, fate: str = "none", **more) -> Spec:
 
 
 def failing(spec: Spec, plan: str | None = None, run: RunFolder | None = None) -> Error:
-    """The error that ends a training on this rank."""
+    """Return the error that ends a training on this rank."""
     with pytest.raises(Error) as caught:
         for _ in train(
             spec, parse(plan) if plan else None, World() if "RANK" not in os.environ else None, run=run
         ):
             pass
-    assert str(caught.value), "it must say something"
+    assert str(caught.value), "the message must not be empty"
     return caught.value
 
 
@@ -514,7 +514,7 @@ def test_a_task_with_invalid_results(fate, kind, message, here):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_raises_is_named(workers, here):
-    """Whichever process read it; and where in the task is behind it, for --debug."""
+    """In every process that reads samples, with the original error as its cause for --debug."""
     error = failing(wanted(here, "raises", data=Loading(workers=workers)))
     assert (
         str(error)
@@ -580,7 +580,7 @@ def test_requests_that_several_ranks_cannot_train(fate, samples, plan, message, 
 
 
 def test_a_loss_that_is_not_finite(here, tmp_path):
-    """The step, the last finite loss, and the way back."""
+    """The message has the step, the last finite loss and the fix."""
     run = RunFolder(tmp_path)
     spec = wanted(here, "diverges", save=Save(every=1, minutes=float("inf")))
     seen = []
@@ -648,7 +648,7 @@ def test_oversized_values_give_one_short_sentence(here):
 
 
 def test_a_sample_that_raises_on_one_of_two_ranks(here, tmp_path):
-    """One sentence, though two ranks fail; the run tells of it, and --debug tells where."""
+    """One sentence although two ranks fail; the events have it, and --debug shows the line."""
     result = train_two(here, tmp_path, "raises", "--save-every", "1", "--workers", "2")
     sentence = f"rank 1: sample 31 of 'train' raised OSError: the disk has a hole ({here}/bad.py, line {LINE_OF_HOLE})"
     assert (result.status, result.err) == (2, f"paceline: {sentence}\n"), result.all
@@ -706,7 +706,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(here, tmp_path):
 
 @pytest.mark.slow
 def test_the_error_is_that_of_the_last_start(here, tmp_path):
-    """In the first one rank 0 is killed, and rank 1 says that it lost it; in the second it is the other way round."""
+    """In the first start rank 0 is killed and rank 1 reports the loss; in the second start the reverse."""
     slow, run = slow_down(tmp_path / "slow", 0.02), tmp_path / "r"
     words = (
         "train",
@@ -736,7 +736,7 @@ def test_the_error_is_that_of_the_last_start(here, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_fails_at_its_start_is_named(tmp_path):
-    """The other one waits where no signal reaches it, until it is killed."""
+    """The other rank waits where no signal reaches it, until it is killed."""
     source = command.TASK + '\n\nif os.environ.get("RANK") == "1":\n    os._exit(7)\n'
     write_task(tmp_path, source)
     result = paceline("train", "my.py:Regression", "--ranks", "2", at=tmp_path)
@@ -755,7 +755,7 @@ def test_a_rank_that_fails_at_its_start_is_named(tmp_path):
     ],
 )
 def test_an_error_in_the_task_is_one_sentence(fate, words, here, tmp_path):
-    """It is the user's own code: where it broke is what helps."""
+    """The sentence has the line of the user's code."""
     spec = (
         "train",
         f"{here}/bad.py:Changed",
@@ -772,7 +772,9 @@ def test_an_error_in_the_task_is_one_sentence(fate, words, here, tmp_path):
     assert result.status == 2
     assert result.err.startswith(f"paceline: {words} ({here}/bad.py, line "), result.all
     assert result.err.count("\n") == 1
-    assert (tmp_path / "r").exists() == (fate == "loss raises"), "nothing is left where nothing had started"
+    assert (tmp_path / "r").exists() == (fate == "loss raises"), (
+        "the folder remains only if the training had started"
+    )
 
 
 def test_an_error_in_the_task_on_several_ranks(here, tmp_path):

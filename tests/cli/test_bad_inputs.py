@@ -1,4 +1,4 @@
-"""Every bad input of bad_inputs.py: the exit status, one sentence with what it must contain, no traceback, and nothing left behind."""
+"""Every bad input of bad_inputs.py: exit status, one sentence with the expected parts, no traceback, no files left."""
 
 import os
 import random
@@ -12,7 +12,7 @@ import pytest
 from bad_inputs import CASES, DAMAGED, FILES, FOLDER
 from command import PACELINE, Result, paceline, succeed
 
-USAGE_ERROR = "─ Error ─"  # of the command line itself, in a box
+USAGE_ERROR = "─ Error ─"  # printed by typer, in a box
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,10 @@ def tree(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
-def mistakes(
+def find_mistakes(
     case: tuple[str, str] | tuple[str, str, int], here: Path, run: Callable[..., Result]
 ) -> list[str]:
-    """What is wrong with the answer to one bad input; [] for nothing."""
+    """Return what is wrong with the result of a bad input; [] if nothing is."""
     words, parts, status = case if len(case) == 3 else (*case, 2)
     before = tree(here)
     result = run(*shlex.split(words), at=here, timeout_s=120)
@@ -68,15 +68,15 @@ def mistakes(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0][:80].encode("unicode_escape").decode())
 def test_a_bad_input(case, here):
-    assert not (found := mistakes(case, here, paceline)), "\n".join(found)
+    assert not (found := find_mistakes(case, here, paceline)), "\n".join(found)
 
 
 @pytest.mark.slow
 def test_some_bad_inputs_in_new_processes(here):
-    """Which import everything themselves, as a person's do."""
+    """New processes import everything, as on a command line."""
 
     def cold(*words: str, at: Path, timeout_s: float) -> Result:
         return paceline(*words, at=at, timeout_s=timeout_s, program=PACELINE)
 
     for case in random.sample(CASES, 30):
-        assert not (found := mistakes(case, here, cold)), f"{case[0][:200]}\n" + "\n".join(found)
+        assert not (found := find_mistakes(case, here, cold)), f"{case[0][:200]}\n" + "\n".join(found)

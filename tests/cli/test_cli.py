@@ -1,4 +1,4 @@
-"""The commands on runs that go well: what they start, what they print, and the files that they leave."""
+"""Commands on successful runs: what they start, what they print, and the files that they write."""
 
 import contextlib
 import fcntl
@@ -77,7 +77,7 @@ class Tied(Regression):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, Result]:
-    """A folder with my.py, run.toml and r, which two ranks trained; and what the command printed."""
+    """A folder with my.py, run.toml and the run r of two ranks, and the result of the command."""
     at = tmp_path_factory.mktemp("trained")
     write_task(at, TIED)
     (at / "run.toml").write_text(
@@ -101,7 +101,7 @@ def trained(tmp_path_factory) -> tuple[Path, Result]:
     return at, succeed("train", "run.toml", *flags, at=at)
 
 
-# What a person asks first
+# Help and version
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_help_does_not_wait_for_torch(words, tmp_path):
     } == ({f"paceline.cli.{command}"} if command is not None else set())
     slow = ("torch", "numpy", "tensorboard", *(("pydantic", "pydantic_core") if command is None else ()))
     assert not {name for name in imported if name.partition(".")[0] in slow}
-    assert result.out.strip(), "it says something"
+    assert result.out.strip(), "the output must not be empty"
     assert result.status == (0 if words else 2)
 
 
@@ -133,7 +133,7 @@ def test_version(tmp_path):
 
 
 def test_the_table_of_commands_matches_their_help(monkeypatch):
-    """The table and the modules say the same, so that the page of all commands and that of one do not differ."""
+    """The table of commands and the help of each command have the same first sentence."""
     folder = Path(cli.__file__).parent
     modules = {".".join(path.relative_to(folder).with_suffix("").parts) for path in folder.rglob("*.py")}
     for name, sentence in cli.COMMANDS.items():
@@ -160,7 +160,7 @@ def test_help_shows_the_commands_in_panels(tmp_path):
 
 
 def test_help_shows_defaults_in_brackets(tmp_path):
-    """Rich takes brackets for markup, unless they are escaped."""
+    """Rich takes unescaped brackets for markup."""
     text = " ".join(succeed("train", "--help", at=tmp_path).out.replace("│", " ").split())
     assert "Number of processes [default: one per GPU, or 1]" in text
     assert "\\[" not in text
@@ -200,7 +200,7 @@ def test_two_values_of_an_option_are_refused(words, sentence, tmp_path):
     ],
 )
 def test_an_option_may_repeat_its_value(words, tmp_path):
-    """And help is shown whatever else is given."""
+    """Help is shown even with two values."""
     assert "different values" not in paceline(*words, at=tmp_path).all
 
 
@@ -239,7 +239,7 @@ def test_completion_can_be_installed(tmp_path):
         "bash",
         "-c",
         f"{shlex.quote(str(SCRIPT))} --show-completion; true",
-    ]  # it asks which shell started it
+    ]  # it detects the shell that started it
     found = subprocess.run(typed, env=home, capture_output=True, text=True, timeout=60)
     assert "_PACELINE_COMPLETE=complete_bash" in found.stdout, found.stderr
 
@@ -333,7 +333,7 @@ def test_train_writes_files(trained):
         "ranks",
         "tensorboard",
     } <= names
-    assert not [name for name in names if name.startswith(".")], "nothing half done"
+    assert not [name for name in names if name.startswith(".")], "no temporary files"
     assert {path.name for path in (at / "r/ranks").iterdir()} >= {"0.log", "1.log"}
     assert not [path for path in (at / "r/ckpt").iterdir() if path.name.startswith(".")]
     log = (at / "r/log.txt").read_text()
@@ -350,7 +350,7 @@ def test_train_writes_provenance(trained):
 
 
 def test_provenance_has_the_revision_of_the_task(tmp_path):
-    """Of the folder in which the command was given."""
+    """The revision is that of the current folder."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
     write_task(tmp_path)
@@ -386,7 +386,7 @@ def test_tensorboard_reads_the_run(trained):
 
 
 def test_the_saved_request_can_be_trained_again(trained, tmp_path):
-    """And gives the same weights, bit for bit."""
+    """The weights are the same, bit for bit."""
     at, _ = trained
     again = succeed("train", at / "r/spec.toml", "--run-dir", "again", at=tmp_path)
     assert again.err == ""
@@ -402,7 +402,7 @@ def test_resume_continues_on_other_ranks(trained, tmp_path):
     )
     assert [event.step for event in of_kind(tmp_path / "r", Ended)] == [12, 15]
     spec, launch = RunFolder(tmp_path / "r").request()
-    assert spec.steps == 15, "the request is what was last asked for"
+    assert spec.steps == 15, "the saved request is the last one"
     assert (launch.ranks, launch.plan, launch.asked, launch.asked_ranks) == (
         1,
         "single,microbatches=2",
@@ -425,7 +425,7 @@ def test_simultaneous_trainings_have_different_folders(tmp_path, monkeypatch):
     assert not os.listdir(tmp_path)
     (tmp_path / "mine").mkdir()
     release(reserve("mine/new", "digits"))
-    assert os.listdir(tmp_path) == ["mine"], "what was asked for is left as it is"
+    assert os.listdir(tmp_path) == ["mine"], "a requested folder is not deleted"
     (tmp_path / "runs").touch()
     with pytest.raises(RunError, match="cannot create the run folder runs/digits-T: File exists"):
         reserve(None, "digits")
@@ -442,7 +442,7 @@ def test_exported_weights_load_into_the_model(trained, tmp_path):
     found = load_file(file)
     model = load_task(f"{at}/my.py:Tied", {"width": 10, "dropout": 0.1}).model()
     model.load_state_dict(found, strict=True)
-    assert found["up.weight"].equal(found["down.weight"]), "a tied weight is there under each of its names"
+    assert found["up.weight"].equal(found["down.weight"]), "a tied weight has both of its names"
     for name, tensor in named_tensors(model).items():
         assert tensor.equal(found[name])
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
@@ -493,7 +493,7 @@ def test_show_a_finished_run(trained):
 
 
 def pretend(run: Path, *events) -> Path:
-    """A run of which only the request and the events are left."""
+    """Create a run with only a request and events."""
     run.mkdir()
     specs.save(run / "spec.toml", Spec(), Launch(ranks=2))
     writer = EventWriter(run / "events.jsonl")
@@ -536,7 +536,7 @@ def test_show_a_failed_run(tmp_path, monkeypatch, capsys):
     ]
     text = shown(pretend(tmp_path / "r", STARTED, *STEPS, *failed), monkeypatch, capsys)
     assert "step 7  rank 1: MemoryError: no [room] for it" in text
-    assert "Connection closed" not in text, "that is no cause"
+    assert "Connection closed" not in text, "a lost connection is not the cause"
 
 
 def test_show_a_running_run(tmp_path, monkeypatch, capsys):
@@ -580,7 +580,7 @@ MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none
     ],
 )
 def test_weights_do_not_depend_on_the_launcher(launcher, tmp_path):
-    """Bit for bit; and what is printed is for a file, also where mpirun gives its ranks a terminal."""
+    """Bit for bit. The output has no control sequences, although mpirun gives its ranks a terminal."""
     write_task(tmp_path)
     words = (
         "train",
@@ -597,7 +597,7 @@ def test_weights_do_not_depend_on_the_launcher(launcher, tmp_path):
         "validation=17",
     )
     result = succeed(*words, at=tmp_path, program=(*launcher, "-m", "paceline"))
-    assert result.out.count("step 12  done") == 1, "one rank speaks for all"
+    assert result.out.count("step 12  done") == 1, "only one rank prints"
     assert "\x1b" not in result.out
     [run] = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"regression-\d{8}-\d{6}", run.name)
@@ -606,7 +606,7 @@ def test_weights_do_not_depend_on_the_launcher(launcher, tmp_path):
 
 
 def test_torchrun_passes_on_every_option():
-    """torchrun's parser expands abbreviations of its own options also behind the module's name."""
+    """torchrun expands abbreviations of its options even after the name of the module."""
     from torch.distributed.run import get_args_parser
 
     for name in cli.COMMANDS:
@@ -646,7 +646,7 @@ def test_stop_and_resume_under_torchrun(tmp_path):
 def on_a_terminal(
     *words: str, at: Path, columns: int = 120, timeout_s: float = 240.0, **env: str
 ) -> tuple[int, str]:
-    """Exit status, and all that came to the terminal."""
+    """Run a command on a terminal. Return its exit status and its output."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     variables = environment(TERM="xterm-256color", **env)
@@ -666,7 +666,7 @@ def on_a_terminal(
         while select.select([ours], [], [], timeout_s)[0]:
             try:
                 piece = os.read(ours, 2**16)
-            except OSError:  # nobody holds the other end any more
+            except OSError:  # the other end is closed
                 break
             if not piece:
                 break
@@ -700,16 +700,16 @@ def test_progress_on_a_terminal(tmp_path):
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
     bars = re.findall(r"(\d+)/20 loss (\d\.\d{4}) ([\d,]+) samples/s (\d:\d\d:\d\d|-:--:--)", plain)
     assert bars, plain
-    assert "20" in {done for done, *_ in bars}, "it ends at the end"
-    assert len({done for done, *_ in bars}) > 2, "it moves"
-    assert {"0:00:00"} < {left for *_, left in bars}, "the remaining time becomes known, and runs out"
-    assert "step 20  done" not in plain, "lines are for logs"
+    assert "20" in {done for done, *_ in bars}, "the bar reaches the end"
+    assert len({done for done, *_ in bars}) > 2, "the bar moves"
+    assert {"0:00:00"} < {left for *_, left in bars}, "the remaining time is shown, and reaches zero"
+    assert "step 20  done" not in plain, "lines go to the log only"
     assert "loss" in plain[plain.rindex("20/20") :], "the closing table"
     assert "step 20  done" in (tmp_path / "r/log.txt").read_text()
 
 
 def test_the_default_training_learns_digits(tmp_path):
-    """`paceline train`, for a short while."""
+    """`paceline train` with few steps."""
     succeed("train", "--steps", "60", "--device", "cpu", "--ranks", "2", at=tmp_path)
     [run] = (tmp_path / "runs").iterdir()
     assert run.name.startswith("digits-")

@@ -1,4 +1,4 @@
-"""Ranks on several nodes that are started again by an agent on each: ranks are killed, nodes lost, links cut, the store gone."""
+"""An agent on each of several nodes restarts ranks when ranks are killed, nodes lost, links cut or the store gone."""
 
 import contextlib
 import platform
@@ -73,7 +73,7 @@ def is_open(port: int) -> bool:
 
 
 def is_undisturbed(run: Path, alone: Path) -> None:
-    """The curve of the losses, of which the later lines count, is that of one process."""
+    """Assert that the losses equal those of one process. Of repeated steps the last event counts."""
     losses = {step.step: step.loss for step in of_kind(run, Step)}
     assert [losses[step] for step in range(1, 61)] == pytest.approx(
         [step.loss for step in of_kind(alone, Step)], rel=1e-10
@@ -81,7 +81,7 @@ def is_undisturbed(run: Path, alone: Path) -> None:
 
 
 def process(run: Path, kind: str, rank: int | None = None) -> psutil.Process:
-    """Of a run the rank with this number, or the agent of this number."""
+    """Return the process of a rank or of an agent of a run."""
     for found in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if found.cmdline()[1:5] == ["-m", "paceline", kind, str(run)]:
@@ -91,7 +91,7 @@ def process(run: Path, kind: str, rank: int | None = None) -> psutil.Process:
     raise AssertionError(f"there is no {kind} {rank} of {run}")
 
 
-# Agents that are started by hand, as srun would
+# Agents that are started as srun would start them
 
 
 class Agents:
@@ -138,7 +138,7 @@ class Agents:
         return str(self.folder)
 
     def wait(self, timeout_s: float = 90.0) -> list[tuple[int, str, str]]:
-        """The status of each, and what it said."""
+        """Return the exit status and the output of each agent."""
         return [(agent.wait(timeout_s), *agent.communicate()) for agent in self.processes]
 
     def until(self, holds, what: str, timeout_s: float = 60.0) -> None:
@@ -149,7 +149,7 @@ class Agents:
 
 
 def request(folder: Path) -> None:
-    """The folder of a run that nobody has started."""
+    """Create the folder of a run that has not started."""
     asked = {
         "task": f"{folder}/my.py:Regression",
         "plan": "zero1",
@@ -183,7 +183,7 @@ def agents(folder: Path, nodes: list[network.Node] | None = None, **launch: obje
 
 @pytest.mark.slow
 def test_a_killed_rank_restarts_all_ranks(alone: Path, tmp_path: Path) -> None:
-    """Once; the second time there are no restarts left, and it is said once. Weights as of ranks left alone."""
+    """The second failure has no restart left and is reported once. Weights equal those of an undisturbed training."""
     with agents(tmp_path) as there:
         there.until(lambda: RunFolder(there.run).checkpoints() != [], "saved")
         process(there.run, "rank", 1).kill()
@@ -207,7 +207,7 @@ def test_a_killed_rank_restarts_all_ranks(alone: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_lost_store_of_the_agents_is_reported(tmp_path: Path) -> None:
-    """With the first agent. Its ranks tell the others to save."""
+    """The store ends with the first agent. Its ranks ask the others to save."""
     with agents(tmp_path) as there:
         there.until(lambda: steps_done(there.run) >= 6, "at step 6")
         there.processes[0].kill()
@@ -247,7 +247,7 @@ def test_torchrun_continues_on_fewer_nodes(alone: Path, tmp_path: Path) -> None:
     env = {"SLOW": str(slow), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with contextlib.ExitStack() as held:
         first = held.enter_context(start("resume", "r", at=tmp_path, program=program, **env))
-        first.until(lambda: is_open(port), "open")  # this one has the store
+        first.until(lambda: is_open(port), "open")  # this agent has the store
         other = held.enter_context(start("resume", "r", at=tmp_path, program=program, **env))
         first.until(lambda: steps_done(run) >= 6, "at step 6")
         for process in other.left():
@@ -263,8 +263,8 @@ def test_torchrun_continues_on_fewer_nodes(alone: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.network
 class TestNetwork:
-    def test_a_link_is_cut(self, alone: Path, tmp_path: Path) -> None:
-        """Nobody is told: the ranks give up after the timeout, and go on where the agents meet."""
+    def test_a_cut_link(self, alone: Path, tmp_path: Path) -> None:
+        """No process is notified: the ranks time out, and continue on the node of the store."""
         with network.nodes(2) as nodes, agents(tmp_path, nodes, least_nodes=1, timeout_s=6.0) as there:
             there.until(lambda: steps_done(there.run) >= 6, "at step 6")
             network._do(f"ip -n {nodes[1].name} link set {network.DEVICE} down")
@@ -311,8 +311,8 @@ class TestSlurm:
         )
         return done.stdout.split()[-1]
 
-    def test_a_node_is_lost(self, there: Slurm, alone: Path, tmp_path: Path) -> None:
-        """The job goes on with the other one, to the losses of an undisturbed run."""
+    def test_a_lost_node(self, there: Slurm, alone: Path, tmp_path: Path) -> None:
+        """The job continues on the other node, with the losses of an undisturbed training."""
         run = tmp_path / "r"
         job = self.submit(there, tmp_path, "--nodes", "1:2", "--restarts", "2")
         until(lambda: steps_done(run) >= 6, "at step 6", run)
@@ -332,7 +332,7 @@ class TestSlurm:
         assert [(event.ranks, event.plan) for event in of_kind(run, Started)] == [(2, "zero1"), (1, "single")]
         is_undisturbed(run, alone)
 
-    def test_fewer_than_the_least_are_left(self, there: Slurm, tmp_path: Path) -> None:
+    def test_fewer_nodes_than_the_least(self, there: Slurm, tmp_path: Path) -> None:
         run = tmp_path / "r"
         job = self.submit(there, tmp_path, "--nodes", "2", "--restarts", "2", "--timeout", "6")
         until(lambda: steps_done(run) >= 6, "at step 6", run)
@@ -347,8 +347,8 @@ class TestSlurm:
         assert "a restart requires at least 2 nodes; continue from step " in log
         assert "Traceback" not in log
 
-    def test_the_first_node_is_lost(self, there: Slurm, alone: Path, tmp_path: Path) -> None:
-        """And with it the script and the place where the agents meet: the whole job is queued again."""
+    def test_a_lost_first_node(self, there: Slurm, alone: Path, tmp_path: Path) -> None:
+        """The job script and the store are lost with it, so the whole job is requeued."""
         run = tmp_path / "r"
         job = self.submit(there, tmp_path, "--nodes", "1:2", "--restarts", "2")
         until(lambda: steps_done(run) >= 6, "at step 6", run)
@@ -360,7 +360,7 @@ class TestSlurm:
         assert of_kind(run, Ended)[-1].reason == "done"
         is_undisturbed(run, alone)
 
-    def test_a_job_is_told_to_save(self, there: Slurm, alone: Path, tmp_path: Path) -> None:
+    def test_a_job_saves_at_its_time_limit(self, there: Slurm, alone: Path, tmp_path: Path) -> None:
         run = tmp_path / "r"
         job = self.submit(there, tmp_path, "--nodes", "2", "--restarts", "2")
         until(lambda: steps_done(run) >= 6, "at step 6", run)
@@ -372,7 +372,7 @@ class TestSlurm:
         assert not of_kind(run, Failed)
         is_undisturbed(run, alone)
 
-    def test_in_an_allocation(self, there: Slurm, tmp_path: Path) -> None:
+    def test_train_in_an_allocation(self, there: Slurm, tmp_path: Path) -> None:
         write_task(tmp_path)
         inside = ("salloc", "--quiet", "--nodes=2", "--no-kill", *PACELINE)
         words = (
@@ -394,7 +394,7 @@ class TestSlurm:
         assert result.status == 0, result.all
         assert [event.ranks for event in of_kind(tmp_path / "r", Started)] == [2]
 
-    def test_the_page(self, there: Slurm, tmp_path: Path) -> None:
+    def test_the_commands_of_the_page(self, there: Slurm, tmp_path: Path) -> None:
         env = environment(
             OMP_NUM_THREADS="1", **there.env | {"PATH": f"{Path(sys.executable).parent}:{slurm.PATH}"}
         )

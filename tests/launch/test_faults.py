@@ -1,4 +1,4 @@
-"""What befalls a training: named once, soon, and nobody is left behind."""
+"""Faults during a training are reported once and soon, and no process remains."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from paceline.events import Failed, Started
 
 pytestmark = pytest.mark.processes
 
-# The file ROOM says how many bytes rank 1 may have; it asks for more than any machine has.
+# If the file ROOM exists, rank 1 limits its memory and allocates more.
 GREEDY = TASK.replace(
     "        return (output - batch[1]).square()",
     """        if os.environ.get("RANK") == "1" and os.path.exists(os.environ.get("ROOM", "")):
@@ -19,7 +19,7 @@ GREEDY = TASK.replace(
             torch.zeros(2**34)
         return (output - batch[1]).square()""",
 )
-# A dataset that a user has cut already, by a rank of his own.
+# A dataset that the user has divided already, with the rank from the environment.
 OWN_PART = TASK.replace("count = self.samples if", "count = self.samples - int(os.environ.get('RANK', 0)) if")
 TORCHRUN = (
     sys.executable,
@@ -61,7 +61,7 @@ def begin(folder: Path, source: str, *more: str, program: tuple[str, ...] = PACE
 
 @pytest.mark.parametrize("program", LAUNCHERS)
 def test_out_of_memory_on_one_rank_ends_all(program: tuple[str, ...], tmp_path: Path) -> None:
-    """Under the default timeout of a minute, which nobody waits for."""
+    """The default timeout of a minute does not pass."""
     run = tmp_path / "run"
     with begin(tmp_path, GREEDY, program=program) as running:
         running.until_step(run, 3)

@@ -1,4 +1,4 @@
-"""Ranks that are forked from a process that has imported torch: as spawned ones are, whatever becomes of that process."""
+"""Ranks that are forked from the fork server equal spawned ranks, also when the fork server dies."""
 
 import json
 import signal
@@ -30,7 +30,7 @@ WORDS = (
     "spec.threads=1",
 )
 
-# What a rank can see of itself when it builds the model
+# The properties of its process that a rank sees when it builds the model
 LOOKS = """
 import json, resource, signal, stat, sys, threading
 
@@ -76,7 +76,7 @@ LOOKING = LOOKS + TASK.replace(
             seen.write_text(json.dumps(surroundings()))
 """,
 )
-# The launcher, of which ranks may be spawned as on a machine with a GPU
+# A launcher that spawns its ranks on request, as on a machine with a GPU
 LAUNCHER = """
 import os, signal, sys
 from paceline.launch import fork_server
@@ -138,7 +138,7 @@ def server_of(running: Running) -> psutil.Process | None:
 
 
 def test_ranks_continue_when_the_fork_server_is_killed(tmp_path: Path) -> None:
-    """Ranks that are started again are spawned then."""
+    """Restarted ranks are then spawned."""
     write_task(tmp_path)
     slow = slow_down(tmp_path / "slow", 0.01)
     words = (*WORDS, "--steps", "20", "--set", "save.every=1", "--restarts", "1", "--run-dir", "r")
@@ -188,7 +188,7 @@ def test_restarted_ranks_are_forked_again(tmp_path: Path) -> None:
         assert server is not None
         assert server.is_running()
         assert all(after[rank].pid != before[rank].pid for rank in (0, 1))
-        assert after[0].cmdline() == server.cmdline()  # a spawned one has a word less
+        assert after[0].cmdline() == server.cmdline()  # the command of a spawned rank has one word less
         slow_down(slow, 0.0)
         result = running.wait()
         running.until_all_ended()
@@ -196,7 +196,7 @@ def test_restarted_ranks_are_forked_again(tmp_path: Path) -> None:
 
 
 def test_a_forked_process_without_go_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the fork server died before it could answer, and another process became this rank."""
+    """As if the fork server died before its answer, and another process became this rank."""
     from paceline.launch.spawn import build_rank_environments
     from paceline.run import RunFolder
 

@@ -1,6 +1,6 @@
-"""Job scripts as a pure function of what is asked for and of the site, against golden files; and what a site file may say.
+"""Job scripts, a pure function of the job and the site, compared with golden files; and site files.
 
-python tests/launch/test_job_script.py   writes the golden files anew, to be read before they are committed
+python tests/launch/test_job_script.py   rewrites the golden files; read them before committing
 """
 
 import subprocess
@@ -63,7 +63,7 @@ SCRIPTS = {
 def test_a_job_script(name):
     script = render(*SCRIPTS[name])
     assert script == (GOLDEN / name).read_text(), (
-        "if it is meant: python tests/launch/test_job_script.py, and read what changed"
+        "if this is intended, run python tests/launch/test_job_script.py and review the changes"
     )
     assert (
         subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=20).stderr == ""
@@ -71,7 +71,7 @@ def test_a_job_script(name):
 
 
 def test_every_field_changes_the_script():
-    """Each of its words counts."""
+    """Every field of the job and of the site appears in the script."""
     others = [
         replace(JOB, nodes=3),
         replace(JOB, ranks_per_node=1),

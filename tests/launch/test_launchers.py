@@ -1,4 +1,4 @@
-"""Under an outside launcher the same command becomes a rank: one run folder, one voice, the same training."""
+"""Under a foreign launcher the same command becomes a rank: one run folder, one output, the same training."""
 
 import os
 import sys
@@ -67,7 +67,7 @@ def test_two_ranks_share_one_run(
 ) -> None:
     result = become(program, tmp_path, "my.py:Regression", *WORDS, "--plan", plan)
     assert result.status == 0, result.all
-    (run,) = (tmp_path / "runs").glob("*/")  # no note of a meeting place is left either
+    (run,) = (tmp_path / "runs").glob("*/")  # no file of the rendezvous remains
     (started,) = of_kind(run, Started)
     assert (started.ranks, started.plan) == (2, plan)
     assert [step.loss for step in of_kind(run, Step)] == pytest.approx(alone, rel=1e-5)

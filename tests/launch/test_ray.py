@@ -1,4 +1,4 @@
-"""Ranks through Ray: the same training, on a Ray of our own or a cluster; whatever dies, it is said once and nothing is left behind."""
+"""Ranks through Ray train the same, on a local Ray or a cluster. Failures are reported once, and no process remains."""
 
 import os
 import shutil
@@ -63,7 +63,7 @@ def through(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 
 
 def begin(folder: Path, *words: str, **env: str) -> Running:
-    """With samples that take so long that it can be hit in the middle."""
+    """Start a training with slow samples, so that it can be disturbed while it runs."""
     write_task(folder)
     slow = slow_down(folder / "slow", 0.01)
     return start(
@@ -176,7 +176,7 @@ def test_a_killed_actor_is_reported(tmp_path: Path) -> None:
         result = running.wait()
         assert result.status == 2, result.all
         running.until_all_ended()
-    kept = RunFolder(run).checkpoints()[-1]  # its rank has noticed, and all have saved
+    kept = RunFolder(run).checkpoints()[-1]  # its rank has noticed, and all ranks have saved
     said = f"paceline: rank 1 was lost with its node, after step {kept}; continue from step {kept} with: paceline resume r\n"
     assert result.err.startswith(said), result.all
     assert "raylet" not in result.out
@@ -206,8 +206,8 @@ def test_a_worker_of_a_parameter_server_may_die(tmp_path: Path) -> None:
 
 @pytest.fixture
 def cluster() -> Iterator[tuple[str, list[str]]]:
-    """Of two nodes with one processor each: its address, and the marks of the processes of each node."""
-    folder = tempfile.mkdtemp(prefix="ray-test-", dir="/tmp")  # there are sockets in it
+    """A cluster of two nodes with one processor each: its address, and the marks of the processes of each node."""
+    folder = tempfile.mkdtemp(prefix="ray-test-", dir="/tmp")  # for sockets, so its path must be short
     marks = [f"{folder}-{node}" for node in range(2)]
 
     def ray(mark: str, *words: str) -> str:
@@ -290,7 +290,7 @@ def test_a_lost_node_is_reported(
     assert of_kind(run, Ended)[-1].reason == "done"
 
 
-# What needs no Ray
+# Tests without Ray
 
 
 def test_ranks_of_a_node_are_consecutive_and_see_its_gpus() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that are started again: which processes are ended for a failure, and which ranks have failed."""
+"""Restarts of ranks: which processes are killed after a failure, and which ranks have failed."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from paceline.run import RunFolder
 
 pytestmark = pytest.mark.processes
 
-# A launcher whose ranks are sleeping processes. Another process than this one: it ends all of its children.
+# A launcher whose ranks are sleeping processes. It kills all of its children, so it runs in a new process.
 LAUNCHER = """
 import subprocess, sys, time
 from pathlib import Path
@@ -37,12 +37,12 @@ for offset_s in (-0.99, 0.0, 0.99):
         run = RunFolder(Path(f"run{offset_s}{late_s}"))
         run.path.mkdir()
 
-        def launch(again, begin):
-            begin()
+        def launch(on_restart, on_start):
+            on_start()
             old = subprocess.Popen(["sleep", "600"])
             events.append(run.events, Failed(time=true_time() + late_s, what="run", step=1, rank=1, message="a fault"))
             assert old.wait(60) == -9  # it would not have ended
-            begin()
+            on_start()
             new = subprocess.Popen(["sleep", "600"])
             time.sleep(0.6)
             assert new.poll() is None, f"the new rank was killed, with {offset_s} and {late_s}"
@@ -55,7 +55,7 @@ print("all right")
 
 
 def test_a_failure_ends_only_the_ranks_of_its_start(tmp_path: Path) -> None:
-    """Whatever the clocks say of when processes began, and of when it happened."""
+    """Clock errors in the start of processes and in the time of events do not matter."""
     done = subprocess.run([sys.executable, "-c", LAUNCHER], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "all right\n", done.stderr
 
@@ -73,7 +73,7 @@ def test_a_process_is_identified_by_its_id_and_birth(
         [its] = found
         assert its is not None
         assert rank_state.find_state(its) == "runs"
-        with subprocess.Popen(["sleep", "600"]) as another:  # which has its id by now
+        with subprocess.Popen(["sleep", "600"]) as another:  # as if the id were reused
             assert rank_state.find_state(replace(its, pid=another.pid)) == "gone"
             assert (
                 rank_state.find_state(
@@ -86,7 +86,7 @@ def test_a_process_is_identified_by_its_id_and_birth(
             assert rank_state.find_state(replace(its, pid=another.pid)) == "gone"
 
 
-# Ranks that exit with 0 before the training is over, by all means
+# Ranks that exit with 0 before the training is over, in several ways
 
 EXITS = TASK.replace(
     "        return (output - ",
@@ -137,7 +137,7 @@ def test_a_rank_that_exits_with_0_has_failed(how: str, plan: str, tmp_path: Path
 
 @pytest.mark.slow
 def test_a_worker_that_exits_with_0_has_failed(tmp_path: Path) -> None:
-    """Under the launcher of our own; the server has noticed that it is gone."""
+    """The server notices that its only worker is gone."""
     result = exiting(tmp_path, "os._exit(0)", "--plan", "parameter-server")
     assert result.status == 2, result.all
     assert "all 1 workers are gone" in result.err

@@ -1,4 +1,4 @@
-"""Jobs in a real Slurm of two nodes: queued, started on both, told to save, queued again, cancelled, refused."""
+"""Jobs in a real Slurm of two nodes: submit, start on both, save at the time limit, requeue, cancel, refuse."""
 
 import json
 import os
@@ -52,11 +52,11 @@ def there(tmp_path_factory):
 
 
 def submit(slurm: Slurm, folder: Path, *words: str, **env: str) -> str:
-    """The number of the job."""
+    """Submit a training and return the number of the job."""
     write_task(folder)
     env = environment(
         OMP_NUM_THREADS="1", **(slurm.env | env)
-    )  # without the mark of a command, which would be the job's, too
+    )  # without the mark of a command, which the job would inherit
     command = [*PACELINE, "submit", "my.py:Regression", *ASKED, *words]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
     found = re.fullmatch(r"\S+: job (\d+)\n", done.stdout)
@@ -71,7 +71,7 @@ def queue(slurm: Slurm) -> str:
 @pytest.mark.slurm
 @pytest.mark.parametrize("ranks_per_node", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, there, tmp_path):
-    """On two nodes; the same training as one process, to the last step that was asked for and no further."""
+    """On two nodes, with the same losses as one process, exactly to the requested last step."""
     slow, run = slow_down(tmp_path / "slow", 0.05 * ranks_per_node), tmp_path / "runs/a"
     words = (
         "--nodes",
@@ -93,9 +93,7 @@ def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, there, tmp_
         rf"runs/a: job {job} RUNNING on n\[1-2\], 00:\d\d:\d\d of 00:10:00; step \d+ of 24, loss \d\.\d+, [\d.]+ samples/s\n",
         now.out,
     )
-    there.run(
-        "scancel", "--signal=USR1", "--batch", job
-    )  # what --signal=B:USR1@120 does before the end of its time
+    there.run("scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1@120 does before the time limit
     there.until_state(job, "PENDING")
     [stopped] = of_kind(run, Ended)
     assert stopped.reason == "stopped"
@@ -119,7 +117,7 @@ def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, there, tmp_
 
     if ranks_per_node == 1:
         return
-    # By hand, on other nodes, when there is nothing left to do.
+    # Submitted again by hand, on other nodes, when the training is complete.
     before = happened(run)
     again = there.run("sbatch", "--parsable", "--nodes=1", "--ntasks-per-node=1", str(run / "job.sh")).strip()
     there.until_state(again, "COMPLETED")
@@ -128,8 +126,8 @@ def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, there, tmp_
     assert said.startswith(f"runs/a: job {again} COMPLETED; done at step 24, loss ")
 
 
-def assert_asked_once(at: Path, there: Slurm, *runs: tuple[str, str, str]) -> None:
-    """Status of several runs asks Slurm one question. `runs`: name, job and state."""
+def assert_queried_once(at: Path, there: Slurm, *runs: tuple[str, str, str]) -> None:
+    """Assert that the status of several runs takes one query of Slurm. `runs`: name, job and state."""
     (at / "bin").mkdir()
     scontrol = shutil.which("scontrol", path=there.env.get("PATH"))
     (at / "bin/scontrol").write_text(f'#!/bin/sh\necho "$@" >> {at}/asked\nexec {scontrol} "$@"\n')
@@ -143,7 +141,7 @@ def assert_asked_once(at: Path, there: Slurm, *runs: tuple[str, str, str]) -> No
 
 @pytest.mark.slurm
 def test_cancel_a_job(there, tmp_path):
-    """One that runs saves first; one that waits is taken from the queue."""
+    """A running job saves first; a pending job is removed from the queue."""
     slow, run = slow_down(tmp_path / "slow", 0.02), tmp_path / "runs/a"
     job = submit(there, tmp_path, "--time", "10", "--run-dir", "runs/a", SLOW=str(slow))
     waiting = submit(there, tmp_path, "--nodes", "2", "--ranks-per-node", "4", "--run-dir", "runs/b")
@@ -151,7 +149,7 @@ def test_cancel_a_job(there, tmp_path):
     assert re.match(
         rf"runs/b: job {waiting} PENDING", succeed("status", "runs/b", at=tmp_path, **there.env).out
     )
-    assert_asked_once(tmp_path, there, ("a", job, "RUNNING"), ("b", waiting, "PENDING"))
+    assert_queried_once(tmp_path, there, ("a", job, "RUNNING"), ("b", waiting, "PENDING"))
     for name, number in (("b", waiting), ("a", job)):
         said = succeed("cancel", f"runs/{name}", at=tmp_path, **there.env).out
         assert said == f"runs/{name}: job {number} is cancelled; continue with: sbatch runs/{name}/job.sh\n"
@@ -240,7 +238,7 @@ srun "$@"
 @pytest.mark.slurm
 @pytest.mark.slow
 def test_trainings_of_a_job_array_are_independent(there, tmp_path):
-    """On the same nodes at the same time: no ports, notes or folders in common, though nobody named any."""
+    """On the same nodes at the same time, they share no ports, files or folders, although none was specified."""
     write_task(tmp_path)
     (tmp_path / "array.sh").write_text(ARRAY)
     env = environment(OMP_NUM_THREADS="1", SLOW=str(slow_down(tmp_path / "slow", 0.01)), **there.env)
@@ -256,7 +254,7 @@ def test_trainings_of_a_job_array_are_independent(there, tmp_path):
     assert first == second
     assert len(first) == 24
     begins, ends = ([happened(run)[at].time for run in runs] for at in (0, -1))
-    assert max(begins) < min(ends), "they trained side by side"
+    assert max(begins) < min(ends), "they must train at the same time"
 
 
 @pytest.mark.slurm
@@ -274,7 +272,7 @@ def test_failing_ranks_print_one_error(there, tmp_path):
 @pytest.mark.slurm
 @pytest.mark.slow
 def test_a_container_and_stage_in(there, tmp_path):
-    """apptainer is played by a script which, like -e, begins with no variables but those that are passed inside."""
+    """A script stands in for apptainer; as with -e, it starts only with the variables that are passed in."""
     image, stage = tmp_path / "bin/apptainer", tmp_path / "data.tar"
     image.parent.mkdir()
     image.write_text(
@@ -296,11 +294,11 @@ def test_a_container_and_stage_in(there, tmp_path):
     assert [(tmp_path / node / "hello").read_text() for node in ("n1", "n2")] == ["hello", "hello"]
 
 
-# What is known before a job is queued
+# Checks before a job is queued
 
 
 def preflight(folder: Path, *words: str, **env: str) -> tuple[Result, dict[str, list[str]]]:
-    """How it ended, and by check what was said, each begun by its verdict."""
+    """Run preflight. Return its result, and for each check its findings, which start with the verdict."""
     result = paceline(
         "preflight", "my.py:Regression", *ASKED, *words, "--json", "found.json", at=folder, **env
     )
@@ -360,7 +358,7 @@ def test_preflight_reports_what_slurm_would_refuse(site, words, said, there, tmp
     }
 
 
-# The page in docs/
+# The commands of docs/slurm.md
 
 PAGE = blocks("docs/slurm.md")
 
@@ -393,7 +391,7 @@ def test_the_commands_of_the_slurm_page_in_an_allocation(there, tmp_path):
     assert [of_kind(run, Started)[0].ranks for run in (tmp_path / "runs").iterdir()] == [2, 2]
 
 
-# What is refused: one sentence, and nothing is left
+# Refused requests print one sentence and leave no files
 
 
 def refused(result: Result, folder: Path, said: str) -> None:
@@ -471,7 +469,7 @@ def test_jobs_that_slurm_refuses(site, words, said, there, tmp_path):
     ],
 )
 def test_requests_that_cannot_be_submitted(words, said, tmp_path):
-    """Before Slurm is asked for anything."""
+    """They are refused before any query of Slurm."""
     write_task(tmp_path)
     result = paceline("submit", *words, at=tmp_path)
     refused(
@@ -523,16 +521,13 @@ def test_slurm_commands_do_not_import_torch(words, tmp_path):
     assert not {name for name in imported if name.partition(".")[0] in ("torch", "numpy", "tensorboard")}
 
 
-# Here, without Slurm
+# On this machine, without Slurm
 
 
 def test_status_and_cancel_of_a_local_training(tmp_path):
     write_task(tmp_path)
     slow = slow_down(tmp_path / "slow", 0.02)
-    assert (
-        paceline("status", at=tmp_path).err
-        == "paceline: there is no run in runs/; name the folder of a run\n"
-    )
+    assert paceline("status", at=tmp_path).err == "paceline: no runs in runs/; specify the folder of a run\n"
     with start(
         "train",
         "my.py:Regression",
@@ -554,7 +549,9 @@ def test_status_and_cancel_of_a_local_training(tmp_path):
             succeed("cancel", "runs/a", at=tmp_path).out,
         )
         assert running.wait().status == 75
-    assert re.match(r"runs/a: stopped at step \d+; go on with", succeed("status", "runs/a", at=tmp_path).out)
+    assert re.match(
+        r"runs/a: stopped at step \d+; continue with", succeed("status", "runs/a", at=tmp_path).out
+    )
     said = succeed("logs", "runs/a", at=tmp_path, program=PACELINE).out
     assert re.search(r"step \d+  stopped", said), said
     assert paceline("cancel", "runs/a", at=tmp_path).status == 2

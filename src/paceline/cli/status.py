@@ -23,7 +23,7 @@ def status(
 
     folders = runs or sorted(path.parent for path in Path("runs").glob("*/spec.toml"))
     if not folders:
-        raise RunError("there is no run in runs/; name the folder of a run")
+        raise RunError("no runs in runs/; specify the folder of a run")
     errors: list[str] = []
     for path in folders:
         try:
