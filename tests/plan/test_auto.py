@@ -1,4 +1,4 @@
-"""--plan auto: the run says what it took and why, goes on with it, and takes nothing that cannot be trained."""
+"""--plan auto: the run reports its choice and the reason, keeps it, and chooses only plans that can train."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ SMALL = Text(width=16, depth=2, heads=2, context=8)
 
 
 def machine(memory_bytes: float = 8e9) -> Cluster:
-    """Of which little is known."""
+    """A machine with few known facts."""
     return Cluster(
         name="here",
         device=Device(name="a CPU", kind="cpu", memory_bytes=Fact(value=memory_bytes)),
@@ -150,7 +150,7 @@ def test_float64_is_not_predicted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "ranks", "said"),
+    ("plan", "ranks", "expected"),
     [
         ("ddp,dp=2,microbatches=1", 2, "ddp"),
         ("dp=1,microbatches=1", 1, "single"),
@@ -160,8 +160,8 @@ def test_float64_is_not_predicted() -> None:
         ("dp=1,pp=2,microbatches=2,pp_schedule=1f1b,stages=1", 2, "pp=2,microbatches=2"),
     ],
 )
-def test_shortened_plans(plan: str, ranks: int, said: str) -> None:
-    assert str(shorten_plan(parse(plan), ranks)) == said
+def test_shortened_plans(plan: str, ranks: int, expected: str) -> None:
+    assert str(shorten_plan(parse(plan), ranks)) == expected
     assert shorten_plan(parse(plan), ranks).resolve(ranks) == parse(plan).resolve(ranks)
 
 

@@ -1,4 +1,4 @@
-"""What the first loss of a training is made of, and whether it mixes the samples of a batch."""
+"""Checks of the first loss of a training: what it consists of, and whether it mixes the samples of a batch."""
 
 import io
 import os
@@ -35,7 +35,7 @@ class Output(NamedTuple):
 
 
 class Net(nn.Module):
-    """Dropout and BatchNorm inside; `own` is a loss that it computes itself."""
+    """A model with dropout and BatchNorm. `own`: the loss that the model computes."""
 
     def __init__(self, own: str, norm: bool):
         super().__init__()
@@ -73,8 +73,8 @@ def contrastive(output: Tensor, batch: Any) -> Tensor:
 
 
 def barlow(output: Tensor, batch: Any) -> Tensor:
-    one, other = ((each - each.mean(0)) / (each.std(0) + 1e-3) for each in (output, output.sin()))
-    return (one.T @ other / len(output) - torch.eye(CLASSES)).square().sum()
+    first, second = ((view - view.mean(0)) / (view.std(0) + 1e-3) for view in (output, output.sin()))
+    return (first.T @ second / len(output) - torch.eye(CLASSES)).square().sum()
 
 
 def nt_xent(output: Tensor, batch: Any) -> Tensor:
@@ -95,8 +95,8 @@ def token_mean(output: Tensor, batch: Any) -> Tensor:
 
 
 def triplet(output: Tensor, batch: Any) -> Tensor:
-    one, other = output.chunk(2)
-    return (one - other).square().sum(-1)
+    first, second = output.chunk(2)
+    return (first - second).square().sum(-1)
 
 
 MIXING: dict[str, tuple[Loss, str]] = {
@@ -180,8 +180,8 @@ class Mixed(Task):
         return (MIXING | APART)[self.loss_name][0](output, batch)
 
 
-def said(name: str, plan: str, **more: Any) -> str:
-    """What ends a training of two steps; "" where nothing does."""
+def error_of(name: str, plan: str, **more: Any) -> str:
+    """Return the error that ends a training of two steps; "" if there is none."""
     spec = Spec(steps=2, batch=16, **more)
     try:
         for _ in train(spec, plan, World() if "RANK" not in os.environ else None, task=Mixed(loss_name=name)):
@@ -195,7 +195,7 @@ def test_losses_that_mix_samples_are_refused() -> None:
     missed = [
         name
         for name in MIXING
-        if not said(name, "single,microbatches=2").startswith("loss() mixes the samples of a batch: ")
+        if not error_of(name, "single,microbatches=2").startswith("loss() mixes the samples of a batch: ")
     ]
     assert not missed
 
@@ -205,37 +205,37 @@ def test_losses_that_do_not_mix_samples_are_accepted() -> None:
         alarms = {
             name: message
             for name in APART
-            if (message := said(name, "single,microbatches=2", precision=precision))
+            if (message := error_of(name, "single,microbatches=2", precision=precision))
         }
         assert not alarms, precision
 
 
 def test_mixing_losses_are_accepted_on_whole_batches_or_if_allowed() -> None:
-    assert [said(name, "single") for name in MIXING] == [""] * len(MIXING)
-    assert said("contrastive", "single,microbatches=2", allow_local_loss=True) == ""
+    assert [error_of(name, "single") for name in MIXING] == [""] * len(MIXING)
+    assert error_of("contrastive", "single,microbatches=2", allow_local_loss=True) == ""
 
 
 def on_ranks(cases: list[tuple[str, str]]) -> list[str]:
-    return [said(name, plan) for name, plan in cases]
+    return [error_of(name, plan) for name, plan in cases]
 
 
 def test_mixing_losses_on_two_ranks() -> None:
-    """All ranks say so, also where a sharded model must run again."""
+    """All ranks raise the error, also if a sharded model must run again."""
     mixing = [
         ("contrastive", "ddp"),
         ("the model's own, of padded tokens", "zero3"),
         ("CLIP", "ddp"),
         ("Barlow Twins", "zero2"),
     ]
-    apart = [
+    separate = [
         ("by item", "ddp"),
         ("the model's own", "zero3"),
         ("triplets in blocks", "ddp"),
         ("dropout in the loss", "zero1"),
     ]
-    for found in ranks(2)(on_ranks, mixing + apart):
+    for found in ranks(2)(on_ranks, mixing + separate):
         assert all(message.startswith("loss() mixes") for message in found[: len(mixing)]), found
-        assert found[len(mixing) :] == [""] * len(apart), found
+        assert found[len(mixing) :] == [""] * len(separate), found
         assert "plan ddp" in found[0] or "plan dp=2" in found[0]
         assert "--allow-local-loss" in found[0]
 
@@ -250,7 +250,7 @@ def the_same(name: str, allow: bool) -> list[float]:
 
 
 def test_mixing_losses_on_workers_of_a_parameter_server(tmp_path: Path) -> None:
-    """Each looks at its own part; what it finds is told in place of what the server sees of that."""
+    """Each worker checks its part. Its error is reported instead of the loss of the worker."""
     source = TASK.replace(
         "def loss(self, output, batch):\n        return (output",
         "def loss(self, output, batch):\n        return (output - output.mean(0)",
@@ -278,13 +278,13 @@ def test_mixing_losses_on_workers_of_a_parameter_server(tmp_path: Path) -> None:
 
 
 def test_check_does_not_change_the_training() -> None:
-    """Dropout, BatchNorm and the losses are as without it, also where the model ran again."""
+    """Dropout, BatchNorm and losses are the same with the check, also if the model runs again for it."""
     for name in ("by item", "the model's own", "dropout in the loss"):
         assert the_same(name, False) == the_same(name, True), name
 
 
 class Odd(Task):
-    """A task that returns what it should not."""
+    """A task that returns invalid values."""
 
     what: str = "right"
 
@@ -388,7 +388,7 @@ def test_learning_rate_without_effect_is_reported() -> None:
 
 
 def test_learning_rate_names_its_parameter_group(tmp_path: Path) -> None:
-    def told(what: str) -> tuple[list[str], str, list[float]]:
+    def run_task(what: str) -> tuple[list[str], str, list[float]]:
         spec, console = Spec(steps=2, batch=40), Console(file=io.StringIO(), width=300)
         happened = list(train(spec, "single", World(), task=Odd(what=what)))
         run = RunFolder(tmp_path / what)
@@ -416,12 +416,12 @@ def test_learning_rate_names_its_parameter_group(tmp_path: Path) -> None:
             "the parameter groups have different learning rates: w1 0.1, w2 0.05; lr is of w1",
         ),
     ):
-        lines, notes, lrs = told(what)
+        lines, notes, lrs = run_task(what)
         assert lines
         assert all(f"lr {lr:.3g} ({group})" in line for line, lr in zip(lines, lrs, strict=False)), lines
         assert note in notes
     for what in ("own", "equal", "right"):
-        lines, notes, _ = told(what)
+        lines, notes, _ = run_task(what)
         assert lines
         assert not any("group" in text for text in (*lines, notes))
 

@@ -1,4 +1,4 @@
-"""Local SGD and post-local SGD: what must hold of them, since their update is another one than that of one process."""
+"""Local SGD and post-local SGD, whose update differs from that of one process."""
 
 import shutil
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def wanted(optimizer: Optimizer = ADAMW, **fields: Any) -> Spec:
 
 
 def without_norms(found: Trained) -> Trained:
-    """The norm reported is another one by definition."""
+    """Leave out the norms, which are defined differently."""
     return replace(found, grad_norms=[])
 
 
@@ -46,7 +46,7 @@ def without_norms(found: Trained) -> Trained:
 )
 @pytest.mark.parametrize(("size", "microbatches"), [(2, 1), (4, 2)])
 def test_averaging_after_each_step_equals_ddp(task: type[Task], size: int, microbatches: int) -> None:
-    """The mean of steps is the step of the mean, for SGD without momentum."""
+    """For SGD without momentum, the mean of the steps is the step of the mean gradient."""
     spec = wanted(PLAIN, schedule=Schedule(name="cosine", warmup=12))
     found = trained(size, task(), spec, f"local-sgd,period=1,microbatches={microbatches}")
     expected = trained(size, task(), spec, f"ddp,microbatches={microbatches}")
@@ -70,7 +70,7 @@ def test_other_settings_differ_from_ddp(plan: str, optimizer: Optimizer) -> None
 @pytest.mark.parametrize("task", [models.Images, models.NormedImages, models.Text, models.Idle])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_equals_ddp_until_the_switch(task: type[Task], microbatches: int) -> None:
-    """To the last bit, BatchNorm over all ranks included."""
+    """All bits are equal, including BatchNorm over all ranks."""
     plan = f"post-local-sgd,period=2,switch=5,microbatches={microbatches}"
     expected = trained(2, task(), wanted(), f"ddp,microbatches={microbatches}")
     found = trained(2, task(), wanted(), plan)
@@ -86,8 +86,8 @@ def test_equals_ddp_until_the_switch(task: type[Task], microbatches: int) -> Non
     )
 
 
-def by_hand(task: Task, spec: Spec, size: int, period: int) -> dict[str, np.ndarray]:
-    """Local SGD of so many ranks on one process, from torch alone."""
+def train_on_one_process(task: Task, spec: Spec, size: int, period: int) -> dict[str, np.ndarray]:
+    """Compute local SGD of several ranks on one process, with torch only."""
     from paceline.data.loader import RankBatchSlice, shuffle
     from paceline.training.init.deferred_init import fill_, record
 
@@ -130,27 +130,27 @@ def by_hand(task: Task, spec: Spec, size: int, period: int) -> dict[str, np.ndar
 
 @pytest.mark.parametrize(("task", "size"), [(models.Images, 2), (models.Weighed, 2), (models.Points, 4)])
 def test_matches_a_plain_implementation(task: type[Task], size: int) -> None:
-    """Against a few lines on one process: momentum and clipping by each rank, weights of items within one."""
+    """Compare with a few lines on one process: momentum and clipping by rank, weights of items within a rank."""
     spec = wanted(Optimizer(name="sgd", lr=0.05, momentum=0.9, clip=0.2), batch=16)
-    expected = by_hand(task(), spec, size, 3)
+    expected = train_on_one_process(task(), spec, size, 3)
     found = trained(size, task(), spec, "local-sgd,period=3").weights
     assert max(difference(found[name], expected[name]) for name in expected) < 1e-12
-    another = by_hand(task(), spec, size, 2)
+    another = train_on_one_process(task(), spec, size, 2)
     assert max(difference(found[name], another[name]) for name in another) > 1e-6
 
 
 def weights_after(task: Task, spec: Spec, plan: str) -> list[dict[str, np.ndarray]]:
-    """The weights on this rank after each step's averaging, where there is one."""
+    """Return the weights of this rank after each step, averaged if the step ends a period."""
     seen: list[dict[str, np.ndarray]] = []
     after = local_sgd.LocalSgd.after_step
 
-    def look(self: local_sgd.LocalSgd, step: int) -> None:
+    def record(self: local_sgd.LocalSgd, step: int) -> None:
         after(self, step)
         seen.append(
             {name: tensor.detach().clone().numpy() for name, tensor in named_tensors(self.model).items()}
         )
 
-    local_sgd.LocalSgd.after_step = look  # type: ignore[method-assign]
+    local_sgd.LocalSgd.after_step = record  # type: ignore[method-assign]
     try:
         training(task, spec, plan)
     finally:
@@ -163,7 +163,7 @@ def weights_after(task: Task, spec: Spec, plan: str) -> list[dict[str, np.ndarra
     [(2, "local-sgd,period=3", (3, 6)), (4, "post-local-sgd,period=2,switch=3", (5, 7))],
 )
 def test_all_ranks_are_equal_after_averaging(size: int, plan: str, averaged: tuple[int, ...]) -> None:
-    """On every bit, BatchNorm's statistics included; and they differ in between."""
+    """All bits are equal, including the statistics of BatchNorm. Between averagings ranks differ."""
     first, *others = ranks(size)(weights_after, models.NormedImages(), wanted(batch=16), plan)
     for step, weights in enumerate(first, 1):
         together = step in averaged or step <= (parse(plan).switch or 0)
@@ -202,7 +202,7 @@ STOPPED = [
 
 @pytest.mark.parametrize(("size", "plan", "stop_at"), STOPPED)
 def test_stop_and_resume_change_nothing(size: int, plan: str, stop_at: int, tmp_path: Path) -> None:
-    """Bit for bit, in the midst of a period too: neither the stop nor evaluating nor saving changes the training."""
+    """All bits are equal, also after a stop within a period, with evaluations and saves."""
     spec = wanted(steps=14, save=Save(minutes=1e9), evaluate_every=100)
     through = run(size, models.NormedImages(), spec, plan, tmp_path / "through")
     often = spec.model_copy(update={"save": Save(every=2, minutes=1e9), "evaluate_every": 3})
@@ -259,7 +259,7 @@ def test_fp16_is_refused() -> None:
 
 @contextmanager
 def never_averaged() -> Iterator[None]:
-    """What must be caught: ranks that are not averaged."""
+    """Plant an error: do not average the ranks."""
     original = dist.all_reduce
     from torch.distributed.algorithms.model_averaging import utils
 

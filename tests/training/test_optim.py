@@ -1,4 +1,4 @@
-"""Schedules are counted in samples; the norm of the gradient and clipping are torch's; one update is torch's."""
+"""Schedules are counted in samples; gradient norm, clipping and updates match torch."""
 
 import copy
 
@@ -65,7 +65,7 @@ def test_warmup_longer_than_training_is_refused() -> None:
 def with_gradients(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     model = models.Gpt().to(dtype)
-    model.spare = nn.Parameter(torch.ones(3, dtype=dtype))  # without one
+    model.spare = nn.Parameter(torch.ones(3, dtype=dtype))  # without a gradient
     model.none = nn.Parameter(torch.ones(0, dtype=dtype))
     model(models.chosen(11, 4, 5)).square().sum().backward()
     model.none.grad = torch.zeros_like(model.none)
@@ -123,7 +123,7 @@ OPTIMIZERS = [
 @pytest.mark.parametrize("clip", [None, 0.5, 1e9])
 @pytest.mark.parametrize(("spec", "oracle"), OPTIMIZERS)
 def test_update_matches_torch(spec: Optimizer, oracle: object, clip: float | None) -> None:
-    """Three updates with learning rates that change, two of them with a parameter that has no gradient yet."""
+    """Make three updates with changing learning rates, two of them with a parameter without gradient."""
     model = models.Gpt().double()
     twin = copy.deepcopy(model)
     theirs = oracle(twin.parameters())  # type: ignore[operator]
@@ -170,7 +170,7 @@ def test_optimizer_that_needs_whole_weights_is_refused_on_shards() -> None:
 
 
 def test_warmup_in_steps_or_epochs_is_converted_to_samples() -> None:
-    """Of a training that is run: 8 samples a step, 29 in an epoch."""
+    """A training has 8 samples per step and 29 per epoch."""
 
     def rates(warmup: int | str) -> list[float]:
         spec = Spec(task="models:Text", batch=8, steps=7, schedule=Schedule(name="cosine", warmup=warmup))

@@ -1,4 +1,4 @@
-"""OptimizerStep against torch's own `optimizer.step()`: weights and state equal to the last bit, and nothing of a step left out."""
+"""OptimizerStep computes the same bits as torch's `optimizer.step()`, and leaves out no part of a step."""
 
 import copy
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from paceline.training.optimizer import OptimizerStep
 
 STEPS = 5
-Trained = tuple[nn.Module, Callable[[], object]]  # a model, and what updates it
+Trained = tuple[nn.Module, Callable[[], object]]  # a model, and a function that updates it
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 MADE: dict[str, Make] = {
     "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
@@ -51,7 +51,7 @@ def fill_gradients(made: nn.Module, step: int, without: int | None = None) -> No
 
 
 def update(mine: Trained, theirs: Trained, at: int, without: int | None = None) -> None:
-    """A step of both on the same gradients."""
+    """Make a step with both on the same gradients."""
     for each, call in (mine, theirs):
         fill_gradients(each, at, without)
         with torch.no_grad():
@@ -62,14 +62,14 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+def same(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> bool:
     pairs: list[tuple[Tensor, Tensor]] = []
-    for mine, theirs in zip(params_of(one), params_of(other), strict=True):
+    for mine, theirs in zip(params_of(actual), params_of(expected), strict=True):
         pairs.append((mine, theirs))
-        assert one.state[mine].keys() == other.state[theirs].keys()
+        assert actual.state[mine].keys() == expected.state[theirs].keys()
         pairs += [
-            (value, other.state[theirs][key])
-            for key, value in one.state[mine].items()
+            (value, expected.state[theirs][key])
+            for key, value in actual.state[mine].items()
             if isinstance(value, Tensor)
         ]
     return all(torch.equal(a, b) for a, b in pairs)
@@ -125,11 +125,11 @@ def test_loaded_state_is_used() -> None:
     for at in range(STEPS):
         update((mine, step), (theirs, expected.step), at)
         if at == 2:
-            for one in (optimizer, expected):
-                state = copy.deepcopy(one.state_dict())
+            for changed in (optimizer, expected):
+                state = copy.deepcopy(changed.state_dict())
                 for values in state["state"].values():
                     values["exp_avg"].mul_(-3)
-                one.load_state_dict(state)
+                changed.load_state_dict(state)
     assert same(optimizer, expected)
 
 
@@ -141,19 +141,19 @@ def test_added_parameter_is_trained(to_a_group: bool) -> None:
     step = OptimizerStep(optimizer)
     for at in range(STEPS):
         if at == 3:
-            for each, one in ((mine, optimizer), (theirs, expected)):
-                last = list(each.parameters())[3]
+            for trained, changed in ((mine, optimizer), (theirs, expected)):
+                last = list(trained.parameters())[3]
                 if to_a_group:
-                    one.param_groups[0]["params"].append(last)
+                    changed.param_groups[0]["params"].append(last)
                 else:
-                    one.add_param_group({"params": [last]})
+                    changed.add_param_group({"params": [last]})
         update((mine, step), (theirs, expected.step), at)
     assert len(params_of(optimizer)) == 4
     assert same(optimizer, expected)
 
 
 def test_hooks_are_called_in_every_step() -> None:
-    """Also those that are registered once steps have been made."""
+    """Hooks that are registered after the first steps are called too."""
     mine, optimizer, _, _ = pair(MADE["fused AdamW"])
     step, called = OptimizerStep(optimizer), list[str]()
 
@@ -180,7 +180,7 @@ def test_hooks_are_called_in_every_step() -> None:
 
 
 def test_fused_adamw_does_not_call_torchs_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else all of these tests would compare torch with itself."""
+    """Otherwise all of these tests would compare torch with itself."""
     mine, optimizer, _, _ = pair(MADE["fused AdamW"])
     step, called = OptimizerStep(optimizer), list[int]()
     original = torch.optim.AdamW.step

@@ -1,4 +1,4 @@
-"""Whatever the plan, ranks and micro-batches: losses, gradient norms and final weights are those of one process."""
+"""For all plans, ranks and micro-batches, losses, gradient norms and final weights are those of one process."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -85,7 +85,7 @@ def name(case: Case) -> str:
 
 
 def wanted(recipe: str, precision: str) -> Spec:
-    """Five steps over the border of an epoch."""
+    """Train five steps, which cross the end of an epoch."""
     optimizer, schedule = RECIPES[recipe]
     return Spec(steps=5, batch=8, seed=3, precision=precision, optimizer=optimizer, schedule=schedule)  # type: ignore[arg-type]
 
@@ -98,7 +98,7 @@ def one_process(task: type[Task], recipe: str, precision: str, microbatches: int
 def check(case: Case) -> None:
     size, plan, microbatches, task, recipe, precision = case
     found = trained(size, task(), wanted(recipe, precision), f"{plan},microbatches={microbatches}")
-    # BatchNorm takes its statistics from a micro-batch
+    # BatchNorm computes its statistics on a micro-batch
     expected = one_process(task, recipe, precision, microbatches if task is models.NormedImages else 1)
     assert not differences(found, expected, RTOL[precision])
 
@@ -141,7 +141,7 @@ def test_parameters_used_on_some_ranks(size: int, plan: str, recipe: str) -> Non
 @pytest.mark.parametrize("recipe", ["adamw-clip-cosine", "sgd"])
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2,microbatches=2", "zero3", "hsdp"])
 def test_scalar_parameter(plan: str, recipe: str) -> None:
-    """Plans that cut weights leave it whole."""
+    """Plans that shard weights keep it whole."""
     found = trained(2, models.Temperature(), wanted(recipe, "fp64"), plan)
     assert not differences(found, one_process(models.Temperature, recipe, "fp64"), 1e-12)
 
@@ -156,7 +156,7 @@ def test_scalar_parameter_in_mixtures(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])
 def test_batch_norm_of_each_rank(plan: str) -> None:
-    """A rank is to its samples what a micro-batch is; but running statistics go one step, not two."""
+    """Each rank normalizes like a micro-batch; but running statistics are updated once, not twice."""
     spec = wanted("sgd", "fp64").model_copy(update={"steps": 1})
     found = trained(2, models.NormedImages(), spec.model_copy(update={"batch_norm": "local"}), plan)
     assert any("batch_norm=local" in note for note in found.notes)
@@ -183,14 +183,14 @@ def refused(task: Task, plan: str, error: type[Error] = PlanError) -> str:
     ("size", "plan"), [(1, "single,microbatches=2"), (2, "ddp"), (2, "zero3,microbatches=2")]
 )
 def test_items_that_vary_need_weights(size: int, plan: str) -> None:
-    """Their mean over the global batch could not be known before the backward pass; it is not replaced by another one."""
+    """Their number in the global batch is unknown before the backward pass, so the training is refused."""
     for message in ranks(size)(refused, models.Ragged(), plan, TaskError):
         assert "define weights(batch)" in message
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3", "ddp,microbatches=2"])
 def test_bf16(plan: str) -> None:
-    """To the precision of that format: the products over the samples of a rank are rounded before they are added up."""
+    """Results agree to the precision of bf16: products over the samples of a rank are rounded before the sum."""
     spec = wanted("adamw-clip-cosine", "fp32").model_copy(update={"precision": "bf16"})
     found, expected = trained(2, models.Text(), spec, plan), trained(1, models.Text(), spec, "single")
     assert not differences(found, expected, 0.02)
@@ -200,7 +200,7 @@ def test_bf16(plan: str) -> None:
 
 @dataclass(frozen=True)
 class Held:
-    """What lies on a rank of a model and its optimizer."""
+    """The elements of a model and its optimizer on a rank."""
 
     parameters: int
     state: int
@@ -210,23 +210,23 @@ class Held:
 
 def held(plan: str) -> Held:
     task, me = models.Text(), read_world()
-    laid = build_training(
+    prepared = build_training(
         wanted("adamw-step", "fp32"), parse(plan).resolve(me.size), me, task, torch.device("cpu")
     )
     batch = default_collate([task.dataset("train")[i] for i in range(8)])  # type: ignore[index]
-    laid.update([batch], 0, 1.0)
-    state = local_optimizer(laid.update.optimizer).state.values()
+    prepared.update([batch], 0, 1.0)
+    state = local_optimizer(prepared.update.optimizer).state.values()
     here = Held(
-        parameters=elements(laid.model.parameters()),
+        parameters=elements(prepared.model.parameters()),
         state=elements(value for of in state for value in of.values() if value.dim()),
-        units=sum(isinstance(module, FSDPModule) for module in laid.model.modules()),
+        units=sum(isinstance(module, FSDPModule) for module in prepared.model.modules()),
         whole_after_forward=False,
     )
-    call_model(task, laid.update.model, batch)
+    call_model(task, prepared.update.model, batch)
     return replace(
         here,
         whole_after_forward=not any(
-            isinstance(parameter, DTensor) for parameter in laid.model.blocks.parameters()
+            isinstance(parameter, DTensor) for parameter in prepared.model.blocks.parameters()
         ),
     )
 
@@ -236,7 +236,7 @@ def elements(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def test_plans_distribute_what_they_claim() -> None:
-    """Each of them is right; each must also save what it is there for."""
+    """Each plan saves the memory that it exists for."""
     [whole] = ranks(1)(held, "single")
     assert whole.state == 2 * whole.parameters
     assert ranks(2)(held, "ddp") == [whole] * 2
@@ -254,21 +254,21 @@ def test_plans_distribute_what_they_claim() -> None:
 
 
 def test_tasks_are_sensitive_to_errors() -> None:
-    """What the comparison stands on."""
+    """Recipes, tasks and plans differ in what they compute, so that errors cannot hide."""
     assert (one_process(models.Idle, "sgd", "fp64").weights["spare"] == 1).all()
     assert len(one_process(models.Text, "sgd", "fp64").weights) == len(list(models.Gpt().parameters()))
     assert len(set(models.Text().dataset("train").columns["mask"].sum(1).tolist())) > 5
-    for one, other in combinations(RECIPES, 2):
+    for first, second in combinations(RECIPES, 2):
         assert differences(
-            one_process(models.Points, one, "fp64"), one_process(models.Points, other, "fp64"), 1e-3
+            one_process(models.Points, first, "fp64"), one_process(models.Points, second, "fp64"), 1e-3
         )
 
 
-# Negative controls: what is planted here must be caught by the comparison above.
+# Negative controls: the comparison above must catch these planted errors.
 
 
 def scaled_by_ranks() -> Any:
-    """The gradient is summed over the ranks where it should be averaged."""
+    """Sum the gradient over the ranks instead of averaging it."""
 
     def by(original: Any) -> Any:
         def update(self: step.TrainingStep, lr_factor: float) -> Any:
@@ -281,7 +281,7 @@ def scaled_by_ranks() -> Any:
 
 
 def sample_skipped() -> Any:
-    """The last rank takes one sample that is not its own, once."""
+    """Give the last rank a sample of another rank, once."""
 
     def by(original: Any) -> Any:
         def numbers(self: RankBatchSlice, step: int) -> Numbers:
@@ -296,7 +296,7 @@ def sample_skipped() -> Any:
 
 
 def mean_of_means() -> Any:
-    """The loss is averaged over the items of each rank, and then over the ranks."""
+    """Average the loss over the items of each rank, and then over the ranks."""
 
     def by(original: Any) -> Any:
         class OfThisRank:
@@ -312,7 +312,7 @@ def mean_of_means() -> Any:
 
 
 def zero_for_none() -> Any:
-    """A parameter without a gradient is given one of zeros."""
+    """Give parameters without a gradient a gradient of zeros."""
 
     def by(original: Any) -> Any:
         def update(self: step.TrainingStep, lr_factor: float) -> Any:
@@ -327,7 +327,7 @@ def zero_for_none() -> Any:
 
 
 def clipped_by_shard() -> Any:
-    """Each rank clips by the norm of what it holds itself."""
+    """Clip on each rank by the norm of its shard."""
 
     def by(original: Any) -> Any:
         def whole(self: GradientNorm) -> torch.Tensor:

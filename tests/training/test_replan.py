@@ -1,4 +1,4 @@
-"""A run on other ranks than it began on: its plan where that can be, else the one most like it, and the same training."""
+"""Replanning: a run on another number of ranks trains the same, under its plan or the most similar one."""
 
 import itertools
 import shutil
@@ -43,8 +43,8 @@ def test_batch_norm_weights_uneven_shares():
     assert not wrong(3, "ddp,uneven=1", NormedImages(), spec)
 
 
-class _AsIfAlike:
-    """A negative control: each rank takes its own share for that of all."""
+class _EqualShares:
+    """A negative control: each rank treats its share as that of all ranks."""
 
     def __enter__(self):
         self.share, RankBatchSlice.share = (
@@ -59,7 +59,7 @@ class _AsIfAlike:
 def test_uneven_shares_treated_as_equal_are_detected():
     spec = Spec(task="-", batch=16, steps=6, precision="fp64")
     with pytest.raises(AssertionError, match=r"items over all ranks|differs"):
-        assert not wrong(3, "ddp,uneven=1", Points(), spec, _AsIfAlike)
+        assert not wrong(3, "ddp,uneven=1", Points(), spec, _EqualShares)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_each_rank_of_an_uneven_plan_needs_samples():
         micro_batch_size(2, parse("ddp,uneven=1").resolve(3))
 
 
-# The nearest plan
+# The most similar plan
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_number_of_micro_batches_stays_with_batch_norm():
     assert str(next(find_nearest_plans(parse("ddp"), 4, 3, 64, may_cut=False))) == "ddp,uneven=1"
 
 
-# Through the command line
+# On the command line
 
 WORDS = (
     "--batch",
@@ -164,7 +164,7 @@ WORDS = (
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory) -> Path:
-    """A folder with two runs of one process: `through`, and `r`, which was stopped half way."""
+    """Return a folder with two runs of one process: `through`, and `r`, which was stopped half way."""
     at = tmp_path_factory.mktemp("refit")
     write_task(at)
     for name, steps in (("through", "12"), ("r", "6")):
@@ -175,7 +175,7 @@ def stopped(tmp_path_factory) -> Path:
 
 
 def as_if(run: RunFolder, **launch: object) -> None:
-    """As if it had been asked for otherwise."""
+    """Rewrite the request as if the run had been started with another plan and number of ranks."""
     spec, was = run.request()
     run.write_request(spec, was.model_copy(update=launch))
 
@@ -205,7 +205,7 @@ def test_run_resumes_on_fewer_ranks(plan, size, taken, why, stopped, tmp_path):
 
 
 def test_requested_plan_returns_with_its_ranks(stopped, tmp_path):
-    """Without anything being started: the request that a launch would have."""
+    """Only the request of a launch is computed; nothing is started."""
     from paceline.training.replan import replan
 
     spec, launch = specs.load(stopped / "r/spec.toml", {"task": f"{stopped}/my.py:Regression"})

@@ -1,4 +1,4 @@
-"""A training that was stopped, whoever stopped it and however, goes on as if nothing had been."""
+"""A training that was stopped in any way resumes as if it had not been stopped."""
 
 import os
 import platform
@@ -53,11 +53,11 @@ def task(tmp_path_factory) -> Path:
     return write_task(tmp_path_factory.mktemp("task"))
 
 
-# Stop at a step and go on: bit for bit
+# Stop at a step and resume: all bits are equal
 
 CASES = [
     (2, "zero3", 7),
-    (4, "ddp", 10),  # the order of DDP's buckets matters from three ranks on
+    (4, "ddp", 10),  # the order of DDP's buckets matters on three ranks or more
 ]
 SWEEP = [
     (size, f"{plan}{microbatches}", stop)
@@ -77,7 +77,9 @@ def test_stop_and_resume_change_nothing(size, plan, stop, task, tmp_path):
     trained(size, spec, plan, tmp_path / "through")
     stopped = trained(size, spec, plan, tmp_path / "stopped", stop)[-1]
     assert stopped.reason == "stopped"
-    assert stopped.step - stop in (0, 1), "when the figures of a step are read, the next one may be under way"
+    assert stopped.step - stop in (0, 1), (
+        "when the metrics of a step are read, the next step may be under way"
+    )
     started, *_, ended = trained(size, spec, plan, tmp_path / "stopped")
     assert (started.step, ended.reason, ended.step) == (stopped.step, "done", STEPS)
     assert not unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
@@ -88,12 +90,12 @@ def test_stop_and_resume_change_nothing(size, plan, stop, task, tmp_path):
     [(2, "zero3", 5), (1, "single", STEPS), pytest.param(2, "pp=2", 5, marks=pytest.mark.slow)],
 )
 def test_stop_during_an_evaluation_changes_nothing(size, plan, at, task, tmp_path):
-    """It is asked for in the first evaluation, or the last; that is made good when the training goes on."""
+    """The stop comes in the first evaluation, or the last. The resumed training repeats that evaluation."""
     spec = wanted(task, validation=100, norm="pp" not in plan).model_copy(update={"evaluate_every": at})
     through = trained(size, spec, plan, tmp_path / "through")
     *begin, saved, ended = trained(
         size, spec, plan, tmp_path / "stopped", at + 1
-    )  # asked once a step, then in the evaluation
+    )  # called once a step, then in the evaluation
     assert (saved.step, ended.step, ended.reason) == (at, at, "stopped")
     assert not any(isinstance(event, Evaluated) for event in begin)
     again = trained(size, spec, plan, tmp_path / "stopped")
@@ -121,17 +123,17 @@ def test_steps_of_one_reduction_stop_together(task, tmp_path):
     assert of_checkpoints(tmp_path / "stopped") == [stopped.step]
 
 
-def forgetful(lost: str, *args) -> list:
-    """Train with checkpoints in which what is called `lost` is zero."""
+def with_lost_state(lost: str, *args) -> list:
+    """Train with checkpoints in which the tensors named `lost` are zero."""
     original = checkpoint.collect_state
 
-    def spoilt(*of) -> dict[str, torch.Tensor]:
+    def zeroed(*of) -> dict[str, torch.Tensor]:
         return {
             name: torch.zeros_like(tensor) if name.endswith(lost) else tensor
             for name, tensor in original(*of).items()
         }
 
-    checkpoint.collect_state = spoilt
+    checkpoint.collect_state = zeroed
     try:
         return on_this_rank(*args)
     finally:
@@ -144,17 +146,17 @@ def test_lost_state_is_detected(lost, task, tmp_path):
     spec = wanted(task)
     trained(2, spec, "ddp", tmp_path / "through")
     (tmp_path / "stopped").mkdir()
-    ranks(2)(forgetful, lost, spec, "ddp", tmp_path / "stopped", 7, 0.0)
+    ranks(2)(with_lost_state, lost, spec, "ddp", tmp_path / "stopped", 7, 0.0)
     trained(2, spec, "ddp", tmp_path / "stopped")
     assert unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
 
 
 def test_stop_at_each_step(task, tmp_path):
-    """Six stops in a row on one run."""
+    """A run is stopped six times in a row."""
     spec = wanted(task, steps=8)
     trained(2, spec, "zero3", tmp_path / "through")
     for _ in range(6):
-        trained(2, spec, "zero3", tmp_path / "stopped", 1)  # one step, and the one that is under way by then
+        trained(2, spec, "zero3", tmp_path / "stopped", 1)  # one step, and the step that is under way then
     assert of_checkpoints(tmp_path / "stopped")[-1] == 8
     assert not unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
 
@@ -163,7 +165,7 @@ def of_checkpoints(run: Path) -> list[int]:
     return RunFolder(run).checkpoints()
 
 
-# On other ranks, under another plan
+# On another number of ranks, under another plan
 
 OTHERS = [
     *[(1, plan) for plan in ("single", "ddp", "zero1", "zero2", "zero3")],
@@ -178,7 +180,7 @@ SOME = [(1, "single"), (2, "zero1"), (3, "ddp"), (3, "hsdp,replicate=3")]
 
 @pytest.fixture(scope="module")
 def saved_by_four(task, tmp_path_factory) -> tuple[Spec, Path, Path]:
-    """The request, a run under zero3 on 4 ranks that was stopped, and one that was not."""
+    """Return the request, a run under zero3 on 4 ranks that was stopped, and a run that was not."""
     spec, folder = wanted(task, dropout=0.0, norm=False), tmp_path_factory.mktemp("four")
     trained(4, spec, "zero3", folder / "through")
     trained(4, spec, "zero3", folder / "stopped", 10)
@@ -198,7 +200,7 @@ def test_checkpoint_of_four_ranks_resumes_under_other_plans(size, plan, saved_by
     assert max(difference(found[name], expected[name]) for name in expected) < 1e-6
 
 
-# Through the command line: whoever stops it
+# On the command line: all ways to stop
 
 
 def request(spec: Spec, at: Path) -> Path:
@@ -208,12 +210,12 @@ def request(spec: Spec, at: Path) -> Path:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to end a training in its middle."""
+    """A way to end a training before its last step."""
 
     words: tuple[str, ...] = ()
     status: int = 75
-    saves: bool = True  # the step that it ends with
-    goes_on: bool = False  # by itself
+    saves: bool = True  # the last step that was done
+    restarts: bool = False  # without a command
 
     def __call__(self, running: Running) -> None:
         raise NotImplementedError
@@ -225,7 +227,7 @@ class Interrupt(Way):
 
 
 class ControlC(Way):
-    """What a terminal does: all in the foreground get it."""
+    """Like a terminal, send the signal to all processes in the foreground."""
 
     def __call__(self, running: Running) -> None:
         os.killpg(running.process.pid, signal.SIGINT)
@@ -268,7 +270,7 @@ class PowerCut(Way):
 
 
 def wait_until_free(run: Path) -> None:
-    """A process that was killed has no environment any more to find it by while it still closes its files."""
+    """A killed process has no environment to find it by, but may still be closing its files."""
     deadline = time.monotonic() + 10
     while RunFolder(run).is_locked():
         assert time.monotonic() < deadline, f"{run} is still locked"
@@ -284,18 +286,18 @@ WAYS = {
     "launcher killed": KillLauncher(status=-signal.SIGKILL),
     "rank 1 killed": KillLast(status=2, saves=False),
     "rank 0 killed": KillFirst(status=2, saves=False),
-    "rank 0 killed, restarted": KillFirst(("--restarts", "1"), status=0, goes_on=True),
-    "rank 1 killed, restarted": KillLast(("--restarts", "1"), status=0, goes_on=True),
+    "rank 0 killed, restarted": KillFirst(("--restarts", "1"), status=0, restarts=True),
+    "rank 1 killed, restarted": KillLast(("--restarts", "1"), status=0, restarts=True),
     "all killed": PowerCut(status=-signal.SIGKILL, saves=False),
 }
 ALONE = ("SIGINT", "Ctrl-C", "SIGTERM", "SIGHUP", "all killed")  # with one rank, which is the launcher itself
-EACH = [  # and how it goes on: by the command, or in ranks that are there already, which takes less time
+EACH = [  # and how it resumes: by the command, or in ranks that exist already, which takes less time
     ("ddp", "Ctrl-C", "resume"),
     ("zero3", "rank 0 killed, restarted", "-"),
 ]
 NIGHTLY = ("zero1", "launcher killed", "train")
 FULL = [
-    (plan, way, "-" if stop.goes_on else "resume")
+    (plan, way, "-" if stop.restarts else "resume")
     for plan in PLANS
     for way, stop in WAYS.items()
     if plan != "single" or way in ALONE
@@ -325,14 +327,14 @@ def test_all_ways_to_stop(plan, way, then, task, tmp_path):
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
         running.until(lambda: steps_done(run) >= 6 and of_checkpoints(run), "at step 6, with a checkpoint")
         stop(running)
-        if stop.goes_on:
+        if stop.restarts:
             slow.unlink()
         result = running.wait()
         assert result.status == stop.status, result.all
         running.until_all_ended()
     assert "Traceback" not in result.out, result.all
     wait_until_free(run)
-    if stop.goes_on:
+    if stop.restarts:
         assert [started.step > 0 for started in of_kind(run, Started)] == [False, True]
         [why] = [event for event in of_kind(run, Failed) if event.what == "rank"]
         assert re.fullmatch(
@@ -351,8 +353,8 @@ def test_all_ways_to_stop(plan, way, then, task, tmp_path):
         if stop.status == 2:
             rank, kept = (0 if "0" in way else 1), of_checkpoints(run)[-1]
             hint = f"continue from step {kept} with: paceline resume r\n"
-            told = f"paceline: rank {rank} was killed by SIGKILL, after step {steps_done(run)}; {hint}"
-            assert result.err.startswith(told), result.all
+            message = f"paceline: rank {rank} was killed by SIGKILL, after step {steps_done(run)}; {hint}"
+            assert result.err.startswith(message), result.all
             assert [event.rank for event in of_kind(run, Failed) if not event.lost_peer] == [rank]
         if then == "resume":
             assert succeed("resume", "r", at=tmp_path).err == ""
@@ -389,13 +391,13 @@ def test_second_signal_ends_the_run_at_once(task, tmp_path):
 
 @pytest.mark.slow
 def test_starting_ranks_end_if_their_launcher_is_killed(task, tmp_path):
-    """It has the store by which they would find each other."""
+    """The launcher has the store of the rendezvous."""
     with start(
         "train", request(wanted(task), tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path
     ) as running:
         running.until(lambda: 1 in running.ranks(), "with two ranks")
         late = running.ranks()[1]
-        late.suspend()  # so that the other one waits for it
+        late.suspend()  # so that the other rank waits for it
         time.sleep(0.5)
         running.process.kill()
         late.resume()
@@ -407,7 +409,7 @@ def test_starting_ranks_end_if_their_launcher_is_killed(task, tmp_path):
 
 
 def test_run_under_nohup_survives_a_hang_up(task, tmp_path):
-    """nohup paceline train …"""
+    """The command is nohup paceline train …"""
     slow = slow_down(tmp_path / "slow", 0.01)
     words = ("train", request(wanted(task, steps=30), tmp_path), "--run-dir", "r", "--ranks", "2")
     with start(*words, at=tmp_path, program=("nohup", *command.PACELINE), SLOW=str(slow)) as running:
@@ -417,7 +419,7 @@ def test_run_under_nohup_survives_a_hang_up(task, tmp_path):
         assert running.wait().status == 0
 
 
-# Checkpoints that are not what they were
+# Damaged checkpoints
 
 
 def flip_a_byte(checkpoint: Path) -> str:
@@ -473,7 +475,7 @@ EVERY_3 = Save(every=3, minutes=NEVER, keep=9)
 
 @pytest.fixture(scope="module")
 def with_checkpoints(task, tmp_path_factory) -> tuple[Spec, Path, Path]:
-    """The request, a run that was stopped after checkpoints of the steps 3, 6 and 8, and one that was not stopped."""
+    """Return the request, a run that was stopped after checkpoints of steps 3, 6 and 8, and a run that was not."""
     spec, folder = wanted(task, steps=14, save=EVERY_3), tmp_path_factory.mktemp("checkpoints")
     trained(2, spec, "zero3", folder / "through")
     trained(2, spec, "zero3", folder / "stopped", 7)
@@ -531,7 +533,7 @@ def test_unfinished_checkpoint_is_deleted(with_checkpoints, tmp_path):
 
 
 def test_damaged_checkpoint_does_not_replace_a_complete_one(with_checkpoints, tmp_path):
-    """It is newer than what comes after the resume: as "the last" it would be kept, and the only good one deleted."""
+    """It is newer than the checkpoints after the resume, so pruning could keep it and delete the complete one."""
     spec, stopped, _ = with_checkpoints
     run = tmp_path / "r"
     shutil.copytree(stopped, run)
@@ -571,11 +573,11 @@ def test_export_takes_the_last_complete_checkpoint_and_refuses_a_damaged_one(wit
     )
 
 
-# What is kept
+# Which checkpoints are kept
 
 
 def test_last_and_best_checkpoints_are_kept(task, tmp_path):
-    """Points without any sense are learned by heart, so that the best by the validation loss is an early one."""
+    """The model memorizes random points, so that an early checkpoint has the best validation loss."""
     save = Save(every=2, minutes=NEVER, keep=2, best="min loss")
     spec = wanted(task, steps=20, save=save, validation=17).model_copy(update={"evaluate_every": 4})
     events = trained(1, spec, "single", tmp_path / "r")
@@ -587,7 +589,7 @@ def test_last_and_best_checkpoints_are_kept(task, tmp_path):
 
 
 def test_better_model_is_saved_at_once(task, tmp_path):
-    """Also where no save was due, and it is remembered over a stop."""
+    """It is saved also if no save is due, and remembered after a stop."""
     spec = wanted(task, steps=21, save=Save(minutes=NEVER, keep=1), validation=17).model_copy(
         update={"evaluate_every": 3}
     )
@@ -624,11 +626,11 @@ def test_save_minutes(minutes, often, task, tmp_path):
     assert saved[-1] == STEPS
 
 
-# A disk that is full
+# A full disk
 
 
 def test_failed_save_does_no_other_harm(task, tmp_path):
-    """Files may not grow beyond 200 kB for a while: less than a checkpoint, more than the list of events."""
+    """For a while files cannot exceed 200 kB: less than a checkpoint, more than the list of events."""
     run, slow = tmp_path / "r", slow_down(tmp_path / "slow", 0.004)
     spec = wanted(task, steps=60, save=Save(every=3, minutes=NEVER), width=256)
     with start(
@@ -661,7 +663,7 @@ def test_failed_save_does_no_other_harm(task, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_state_of_one_rank_of_two_is_no_checkpoint(tmp_path):
-    """torch does so where the process group is gone when the thread begins that writes: the training has failed just then."""
+    """torch writes it if the process group is gone when the writing thread starts, as after a failure."""
     index = checkpoint.Index(
         step=4,
         samples=8,
@@ -697,7 +699,7 @@ def weights_are_damaged(run: Path, step: int) -> bool:
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """6 MB."""
+    """Mount a file system of 6 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -710,7 +712,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 
 def test_full_disk_fails_a_run_only_if_the_last_checkpoint_is_lost(task, small_disk, tmp_path):
-    """All of the run lies on it: events, logs and TensorBoard's files too. Two checkpoints of 2.4 MB fit, a third one does not."""
+    """The disk has the whole run, with events, logs and TensorBoard files. Only two checkpoints of 2.4 MB fit."""
     run = small_disk / "r"
     spec = wanted(task, steps=12, save=Save(every=3, minutes=NEVER), width=256)
     result = paceline("train", request(spec, tmp_path), "--run-dir", run, "--ranks", "2", at=tmp_path)
@@ -739,7 +741,7 @@ def test_full_disk_fails_a_run_only_if_the_last_checkpoint_is_lost(task, small_d
 
 
 def test_file_size_limit(task, tmp_path):
-    """`ulimit -f`, in 512 bytes: no checkpoint fits, nor all events. One rank, which starts itself."""
+    """Set by `ulimit -f`, in 512 bytes: no checkpoint fits, nor all events. One rank, without a launcher."""
     spec = wanted(task, steps=40, save=Save(every=10, minutes=NEVER))
     limited = ("sh", "-c", 'ulimit -f 16; exec "$@"', "sh", *command.PACELINE)
     result = paceline("train", request(spec, tmp_path), "--run-dir", "r", at=tmp_path, program=limited)
@@ -753,12 +755,12 @@ def test_file_size_limit(task, tmp_path):
     assert not unequal(weights(tmp_path / "r"), weights(tmp_path / "through"))
 
 
-# What cannot be resumed
+# Runs that cannot be resumed
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory) -> Path:
-    """A folder with my.py and r, a run on one rank that was stopped at step 2."""
+    """Return a folder with my.py and r, a run on one rank that was stopped at step 2."""
     at = tmp_path_factory.mktemp("refused")
     path = write_task(at, command.TASK + "\n\nclass Other(Regression):\n    pass\n")
     spec = wanted(path, steps=6, norm=False)

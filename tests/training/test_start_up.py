@@ -1,4 +1,4 @@
-"""What is reported of the start of a training, and of its whole time."""
+"""Reports of the start of a training, and of its total time."""
 
 import re
 from pathlib import Path
@@ -33,17 +33,17 @@ def row(name: str, text: str) -> str:
 
 
 def test_start_is_shown_during_and_after_it(tmp_path: Path) -> None:
-    """Cold: what a person sees."""
+    """A cold start, as a user sees it."""
     write_task(tmp_path)
-    said = succeed(*WORDS, at=tmp_path, program=PACELINE).out
-    assert said.startswith("starting: importing PyTorch and the task\n")
+    output = succeed(*WORDS, at=tmp_path, program=PACELINE).out
+    assert output.startswith("starting: importing PyTorch and the task\n")
     [started] = of_kind(tmp_path / "r", Started)
     assert list(started.start_s) == PHASES
     assert min(started.start_s.values()) >= 0
     log = (tmp_path / "r/log.txt").read_text()
     assert re.search(r"start [\d.]+ m?s: imports [\d.]+ m?s, ranks meet .*, data .*, model .*, state ", log)
     assert re.fullmatch(
-        r"[\d.]+ m?s: start [\d.]+ m?s, training [\d.]+ m?s, end [\d.]+ m?s", row("wall", said)
+        r"[\d.]+ m?s: start [\d.]+ m?s, training [\d.]+ m?s, end [\d.]+ m?s", row("wall", output)
     )
 
 

@@ -1,4 +1,4 @@
-"""Figures of steps, told together."""
+"""Reduction of the metrics of several steps."""
 
 import math
 
@@ -23,11 +23,11 @@ def local(loss: float, items: float, norm: float | None, expected: float | None 
 
 
 def test_each_step_has_separate_metrics() -> None:
-    told = reduce_metrics_async(
+    reduced = reduce_metrics_async(
         [local(6.0, 2.0, 3.0), local(8.0, 4.0, None)], ControlFlags(save=True), 1.0, 1, CPU
     ).result()
-    assert told.steps == [StepMetrics(3.0, 3.0), StepMetrics(2.0, 0.0)]
-    assert told.flags == ControlFlags(stop=False, save=True)
+    assert reduced.steps == [StepMetrics(3.0, 3.0), StepMetrics(2.0, 0.0)]
+    assert reduced.flags == ControlFlags(stop=False, save=True)
 
 
 def test_norms_are_the_same_as_in_separate_reductions() -> None:
@@ -37,7 +37,7 @@ def test_norms_are_the_same_as_in_separate_reductions() -> None:
     assert together == [
         reduce_metrics_async([step], ControlFlags(), 1.0, 1, CPU).result().steps[0] for step in steps
     ]
-    assert [figures.grad_norm for figures in together] == pytest.approx(
+    assert [metrics.grad_norm for metrics in together] == pytest.approx(
         [math.hypot(*map(float, norm)) for norm in norms], rel=1e-15
     )
 
