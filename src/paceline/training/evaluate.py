@@ -31,7 +31,7 @@ class Evaluator:
         self.last_step: int | None = None  # step of the last evaluation that was completed
 
     def is_due(self, step: int) -> bool:
-        """Whether an evaluation is due after `step` steps."""
+        """Return whether an evaluation is due after `step` steps."""
         if self.data.validation is None:
             return False
         if step == self.total:

@@ -307,6 +307,7 @@ class _Loss:
 
     @property
     def is_finite(self) -> bool:
+        """Whether all values are finite."""
         return bool(self.values.isfinite().all())
 
     @property

@@ -418,7 +418,7 @@ class _GroupTensors:
 
 
 def _is_fused(group: Mapping[str, Any]) -> bool:
-    """Whether one kernel call with plain numbers updates this parameter group of AdamW."""
+    """Return whether one kernel call with plain numbers updates this parameter group of AdamW."""
     params = group["params"]
     is_plain = all(type(parameter.data) is Tensor for parameter in params)
     are_numbers = not any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
@@ -433,7 +433,7 @@ def _is_fused(group: Mapping[str, Any]) -> bool:
 
 
 def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step has hooks, or `step` is replaced, as torch's schedulers do."""
+    """Return whether a step has hooks, or `step` is replaced, as torch's schedulers do."""
     return bool(
         _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks

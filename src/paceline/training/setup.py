@@ -215,7 +215,7 @@ def build_training(
         pipeline=pipeline,
         share=(_batch_slice(spec, plan, world).share, spec.batch) if plan.uneven else None,
     )
-    step.after_backward += _complete_gradients(model, step, mesh, analysis)
+    step.after_backward += _build_gradient_hooks(model, step, mesh, analysis)
     local = build_local_sgd(model, step, plan)
     has_local_statistics = has_statistics and spec.batch_norm == "local" and local is None
     if has_local_statistics:
@@ -267,10 +267,10 @@ def _build_pipeline(
     return Pipeline(traced, PipelineRank(plan, mesh, plan.place(world.rank), device), spec.seed)
 
 
-def _complete_gradients(
+def _build_gradient_hooks(
     model: nn.Module, step: TrainingStep, mesh: DeviceMesh | None, analysis: ModelAnalysis
 ) -> Iterator[Callable[[], None]]:
-    """Yield what each backward pass must be followed by, because torch's engines leave it undone."""
+    """Yield functions to call after each backward pass, since torch's engines leave gradients incomplete."""
     if analysis.units is not None and step.pipeline is None and mesh is not None:
         from paceline.parallel.skipped_units import SkippedUnits
 

@@ -39,6 +39,7 @@ class LossScale:
     good_steps: int = 0
 
     def is_finite(self, norm: Tensor) -> bool:
+        """Return whether the norm is finite. Waits for the device."""
         return bool(norm.isfinite())
 
     def update(self, finite: bool) -> None:
@@ -95,6 +96,7 @@ class TrainingStep:
 
     @property
     def data_ranks(self) -> int:
+        """Number of ranks that the batch is divided over."""
         return self.plan.dp
 
     def __call__(self, batches: Sequence[Batch], step: int, lr_factor: float) -> LocalStepStats:

@@ -179,6 +179,7 @@ class MetricsReducer:
         self._steps_per_reduction = 1
 
     def add(self, step: LaunchedStep) -> None:
+        """Add a step to the next reduction."""
         self._launched.append(step)
 
     @property

@@ -217,6 +217,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
+        """Whether a save is under way."""
         return self._saving is not None
 
     def result(self, wait: bool) -> SaveResult | None:
@@ -249,6 +250,7 @@ class Saver:
         )
 
     def close(self) -> None:
+        """Free the memory of copies."""
         if self._stager is not None:
             self._stager.close()
 
