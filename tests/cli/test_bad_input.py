@@ -636,7 +636,7 @@ def test_a_refused_training_leaves_no_files(here, tmp_path):
 
 def test_oversized_values_give_one_short_sentence(here):
     for words, message in (
-        (("--ranks", "999999", "--batch", "999999"), "--ranks 999999 on this machine of "),
+        (("--ranks", "999999", "--batch", "999999"), "--ranks must be at most "),
         (("--nodes", "9" * 5000), "(5,002 characters); write 4, or 2:4 for 2 to 4 nodes"),
         (("--set", f"width={'9' * 5000}"), f"(5,000 characters): {TOO_LARGE}"),
         (("--set", f"width={'[' * 5000}"), f"(5,000 characters): {TOO_LARGE}"),
