@@ -92,8 +92,8 @@ def test_gpt_trains_as_one_process(size: int, plan: str) -> None:
         sequences.Encoder(),
         sequences.Encoder(mask="causal"),
         sequences.Encoder(batch_first=False, mask="causal"),
-        sequences.Odd(what="nothing"),
-        sequences.Odd(what="causal mask"),
+        sequences.Variant(kind="nothing"),
+        sequences.Variant(kind="causal mask"),
         sequences.Sequential(),
         sequences.Llama(),
         sequences.Gpt2(),
@@ -129,9 +129,10 @@ def test_dropout_outside_of_blocks_is_equal() -> None:
 
     Inside of them each rank has a private stream.
     """
-    found = trained(2, sequences.Odd(what="dropout"), make_spec(), "cp=2")
+    found = trained(2, sequences.Variant(kind="dropout"), make_spec(), "cp=2")
     assert (
-        difference(found.losses, trained(2, sequences.Odd(what="nothing"), make_spec(), "cp=2").losses) > 1e-3
+        difference(found.losses, trained(2, sequences.Variant(kind="nothing"), make_spec(), "cp=2").losses)
+        > 1e-3
     )
 
 
@@ -244,24 +245,30 @@ def train_and_return_error(task: Task, plan: str, plant: Any = None, **more: Any
     ("task", "message"),
     [
         (models.Points(), "Sequential calls no F.scaled_dot_product_attention in its blocks"),
-        (sequences.Odd(what="by hand"), "OddGpt calls no F.scaled_dot_product_attention in its blocks"),
-        (sequences.Odd(what="multihead"), "nn.MultiheadAttention does with need_weights=False"),
         (
-            sequences.Odd(what="convolution"),
-            "blocks.0 (OddBlock) mixes, numbers or masks positions outside of scaled_dot_product_attention",
+            sequences.Variant(kind="explicit attention"),
+            "VariantGpt calls no F.scaled_dot_product_attention in its blocks",
         ),
-        (sequences.Odd(what="mean"), "blocks.0 (OddBlock) mixes, numbers or masks positions"),
-        (sequences.Odd(what="rotary inside"), "blocks.0 (OddBlock) mixes, numbers or masks positions"),
+        (sequences.Variant(kind="multihead"), "nn.MultiheadAttention does with need_weights=False"),
         (
-            sequences.Odd(what="cumulative between"),
-            "the output of OddGpt with its blocks on slices of the sequence differs",
+            sequences.Variant(kind="convolution"),
+            "blocks.0 (VariantBlock) mixes, numbers or masks positions outside of scaled_dot_product_attention",
         ),
+        (sequences.Variant(kind="mean"), "blocks.0 (VariantBlock) mixes, numbers or masks positions"),
         (
-            sequences.Odd(what="results on the way"),
-            "the output of OddGpt with its blocks on slices of the sequence differs",
+            sequences.Variant(kind="rotary inside"),
+            "blocks.0 (VariantBlock) mixes, numbers or masks positions",
         ),
         (
-            sequences.Odd(what="dropout of attention"),
+            sequences.Variant(kind="cumulative between"),
+            "the output of VariantGpt with its blocks on slices of the sequence differs",
+        ),
+        (
+            sequences.Variant(kind="stored results"),
+            "the output of VariantGpt with its blocks on slices of the sequence differs",
+        ),
+        (
+            sequences.Variant(kind="attention dropout"),
             "ring attention does not support dropout, got a probability of 0.1; set it to 0",
         ),
         (
@@ -269,7 +276,7 @@ def train_and_return_error(task: Task, plan: str, plant: Any = None, **more: Any
             "encoder.layers.0 (TransformerEncoderLayer) mixes, numbers or masks positions",
         ),
         (
-            sequences.Odd(what="window"),
+            sequences.Variant(kind="window"),
             "ring attention requires a causal mask or none, got a mask of shape (8, 8)",
         ),
         (

@@ -57,7 +57,7 @@ SLOW = pytest.mark.slow
         pytest.param(sequences.Encoder(mask="causal"), marks=SLOW),
         pytest.param(sequences.Encoder(batch_first=False, mask="causal"), marks=SLOW),
         pytest.param(
-            sequences.Odd(what="causal mask"), marks=SLOW
+            sequences.Variant(kind="causal mask"), marks=SLOW
         ),  # rotary tables, and values that go to every block
     ],
     ids=str,
@@ -120,7 +120,7 @@ def test_evaluation_in_slices(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_dropout_in_slices() -> None:
     """Each stage and slice has a stream of its own, and draws the same again."""
-    task, spec = sequences.Odd(what="dropout"), wanted()
+    task, spec = sequences.Variant(kind="dropout"), wanted()
     first = trained(4, task, spec, "pp=2,cp=2,microbatches=2")
     assert not differences(trained(4, task, spec, "pp=2,cp=2,microbatches=2"), first, 0.0)
     assert differences(first, trained(1, task, spec, "single"), 1e-3)
@@ -136,18 +136,18 @@ def refused(task: Task, plan: str) -> str:
     ("task", "message"),
     [
         pytest.param(
-            sequences.Odd(what="convolution"),
-            "(OddBlock) mixes, numbers or masks positions outside of",
+            sequences.Variant(kind="convolution"),
+            "(VariantBlock) mixes, numbers or masks positions outside of",
             marks=SLOW,
         ),
         pytest.param(
-            sequences.Odd(what="window"),
+            sequences.Variant(kind="window"),
             "ring attention requires a causal mask or none, got a mask of shape (8, 8)",
             marks=SLOW,
         ),
         (
-            sequences.Odd(what="cumulative between"),
-            "the output of OddGpt with its blocks on slices of the sequence differs",
+            sequences.Variant(kind="cumulative between"),
+            "the output of VariantGpt with its blocks on slices of the sequence differs",
         ),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Tasks over sequences for the tests of context parallelism: models that can run on slices of one, and models that cannot."""
+"""Tasks over sequences for tests of context parallelism; some models can run on slices, others cannot."""
 
 import warnings
 from typing import Any
@@ -15,7 +15,7 @@ LENGTH = 8  # of the sequences of models.Text
 
 
 class Encoder(models.Text):
-    """torch's own encoder. `mask`: none, causal or banded."""
+    """torch's TransformerEncoder. `mask`: none, causal or banded."""
 
     batch_first: bool = True
     mask: str = "none"
@@ -50,7 +50,7 @@ class Stock(nn.Module):
 
 
 class Llama(models.Text):
-    """Rotary, grouped queries."""
+    """A model with rotary embeddings and grouped queries."""
 
     tied: bool = False
 
@@ -86,23 +86,23 @@ class Gpt2(Llama):
         return GPT2LMHeadModel(GPT2Config(vocab_size=11, attn_implementation="sdpa", **sizes, **drop))
 
 
-class Odd(models.Text):
-    """A model that does one thing in its blocks, or around them."""
+class Variant(models.Text):
+    """A GPT with one special operation in its blocks or around them, named by `kind`."""
 
-    what: str
+    kind: str
 
     def model(self) -> nn.Module:
-        return OddGpt(self.what)
+        return VariantGpt(self.kind)
 
 
-class OddBlock(nn.Module):
-    def __init__(self, what: str, width: int):
+class VariantBlock(nn.Module):
+    def __init__(self, kind: str, width: int):
         super().__init__()
-        self.what = what
+        self.kind = kind
         self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width, bias=False)
         self.up, self.down = nn.Linear(width, 12), nn.Linear(12, width)
         self.conv = nn.Conv1d(width, width, 3, padding=1)
-        nn.init.zeros_(self.conv.weight)  # a fresh one does nothing
+        nn.init.zeros_(self.conv.weight)  # so that a fresh convolution changes nothing
         nn.init.zeros_(self.conv.bias)
         self.multihead = nn.MultiheadAttention(width, 2, batch_first=True, bias=False)
 
@@ -110,71 +110,71 @@ class OddBlock(nn.Module):
         self, x: Tensor, angles: tuple[Tensor, Tensor], start: Tensor, condition: Tensor, mask: Tensor | None
     ) -> Tensor:
         cos, sin = angles
-        if self.what == "rotary inside":
-            cos, sin = table(x)
-        if self.what == "multihead":
+        if self.kind == "rotary inside":
+            cos, sin = build_angles(x)
+        if self.kind == "multihead":
             return x + self.multihead(x, x, x)[0] + self.down(self.up(x).relu())
         q, k, v = (
             part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)
         )
-        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        if self.what == "by hand":
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.kind == "explicit attention":
             mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ v
         else:
-            drop = 0.1 if self.what == "dropout of attention" and self.training else 0.0
+            drop = 0.1 if self.kind == "attention dropout" and self.training else 0.0
             mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, dropout_p=drop)
         x = x + mixed.transpose(1, 2).flatten(2) + start * condition[:, None]
-        if self.what == "convolution":
+        if self.kind == "convolution":
             x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
-        if self.what == "mean":
+        if self.kind == "mean":
             x = x - x.mean(1, keepdim=True)
         return x + F.dropout(
-            self.down(F.gelu(self.up(x))), 0.2 if self.what == "dropout" else 0.0, self.training
+            self.down(F.gelu(self.up(x))), 0.2 if self.kind == "dropout" else 0.0, self.training
         )
 
 
-class OddGpt(nn.Module):
-    """The width is the length of the sequences, so that shapes do not tell which dim is which."""
+class VariantGpt(nn.Module):
+    """The width equals the length of the sequences, so shapes do not identify dimensions."""
 
-    def __init__(self, what: str):
+    def __init__(self, kind: str):
         super().__init__()
-        self.what = what
+        self.kind = kind
         self.tokens, self.conditions = nn.Embedding(11, LENGTH), nn.Embedding(11, LENGTH)
-        self.blocks = nn.ModuleList([OddBlock(what, LENGTH) for _ in range(3)])
+        self.blocks = nn.ModuleList([VariantBlock(kind, LENGTH) for _ in range(3)])
         self.output = nn.Linear(LENGTH, 11, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = start = F.dropout(self.tokens(tokens), 0.2 if self.what == "dropout" else 0.0, self.training)
-        condition, on_the_way = self.conditions(tokens[:, 0]), []
+        x = start = F.dropout(self.tokens(tokens), 0.2 if self.kind == "dropout" else 0.0, self.training)
+        condition, intermediate = self.conditions(tokens[:, 0]), []
         mask = {
             "causal mask": torch.ones(LENGTH, LENGTH).tril().bool(),
             "window": torch.ones(LENGTH, LENGTH).tril().triu(-2).bool(),
         }
         for block in self.blocks:
-            x = block(x, table(x, whole=tokens.size(1)), start, condition, mask.get(self.what))
-            on_the_way.append(x)
-            if self.what == "cumulative between":
+            x = block(x, build_angles(x, whole=tokens.size(1)), start, condition, mask.get(self.kind))
+            intermediate.append(x)
+            if self.kind == "cumulative between":
                 x = x + 0.1 * x.cumsum(1)
-        if self.what == "results on the way":
-            x = x + on_the_way[0].mean(1, keepdim=True)
-        return self.output(F.dropout(x, 0.2 if self.what == "dropout" else 0.0, self.training))
+        if self.kind == "stored results":
+            x = x + intermediate[0].mean(1, keepdim=True)
+        return self.output(F.dropout(x, 0.2 if self.kind == "dropout" else 0.0, self.training))
 
 
-def table(x: Tensor, whole: int | None = None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of shape (T, 2)."""
+def build_angles(x: Tensor, whole: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, each of shape (T, 2)."""
     angles = torch.arange(whole or x.size(1), dtype=x.dtype, device=x.device)[:, None] / torch.tensor(
         [1.0, 10.0], device=x.device
     )
     return angles.cos(), angles.sin()
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    one, other = x.chunk(2, -1)
-    return torch.cat([one * cos - other * sin, one * sin + other * cos], -1)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
 
 
 class Sequential(models.Text):
-    """Embedding, blocks and head in one list: they are found by where attention is."""
+    """Embedding, blocks and head in one list, in which attention identifies the blocks."""
 
     def model(self) -> nn.Module:
         whole = Gpt()
