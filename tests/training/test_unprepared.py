@@ -17,8 +17,8 @@ pytestmark = pytest.mark.processes
 SPEC = Spec(
     steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
 )
-TP_NEEDS = "the model cannot be run on tensors without values, which determines what tp=2 may split"
-PP_NEEDS = "the model cannot be run on tensors without values, which determines where a pipeline may cut it"
+TP_NEEDS = "the model cannot run on tensors without values, which determines what tp=2 may split"
+PP_NEEDS = "the model cannot run on tensors without values, which determines where a pipeline may cut it"
 COMPUTED = (
     "computes the weight of 0 from others (weight_norm, spectral_norm or another parametrization); "
     "use pp or zero3"
