@@ -547,7 +547,7 @@ def test_errors_are_one_sentence(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, gone)
     spec, launch = RunFolder(gone).request()
     RunFolder(gone).write_request(spec.model_copy(update={"task": f"{tmp_path}/gone.py:Net"}), launch)
-    with pytest.raises(TaskError, match="ask for --measured alone"):
+    with pytest.raises(TaskError, match="show measured values with --measured"):
         command(gone, str(run.parent / "cluster.json"))
 
 

@@ -130,7 +130,7 @@ def _verify(
         dtype = "float64" if reference.float64_error is None else "float32"
         settings = f"{several(spec.steps or STEPS, 'step')}, batch {spec.batch}, {dtype}"
         console.print(
-            f"{task_name}: {subject} on {several(ranks, 'rank')}, compared with one process; {settings}",
+            f"{task_name}: {subject} on {several(ranks, 'rank')} vs. one process; {settings}",
             markup=False,
             soft_wrap=True,
         )
