@@ -48,9 +48,9 @@ def export(
             f"{run} has no complete checkpoint to export; continue it with: paceline resume {run}"
         )
     weights = load_weights(path)
-    with replaced(file) as beside:
+    with replaced(file) as temporary:
         try:
-            save_file(weights, beside, metadata={"format": "pt", "step": path.name.removeprefix("step_")})
+            save_file(weights, temporary, metadata={"format": "pt", "step": path.name.removeprefix("step_")})
         except SafetensorError as error:
             raise RunError(f"cannot write {file}: {error}") from error
     elements = sum(tensor.numel() for tensor in weights.values())

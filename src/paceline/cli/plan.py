@@ -58,16 +58,16 @@ def plan(
 
     check_positive(ranks=ranks, top=top, tokens=tokens, price=price, peak=peak)
     check_outputs(json, plot)
-    where = with_peak(find_cluster(cluster), peak)
-    query = read_query(target, model, batch, seq, precision, set, where if measure else None)
+    machine = with_peak(find_cluster(cluster), peak)
+    query = read_query(target, model, batch, seq, precision, set, machine if measure else None)
 
     from paceline.plan.report.plan import as_json, build_tables, describe_overlap, heading, list_notes
     from paceline.plan.search.best_plans import find_best_plans
     from paceline.plan.search.ranking import find_indistinct_plans
 
-    found = find_best_plans(
+    result = find_best_plans(
         query.facts,
-        where,
+        machine,
         query.batch,
         plan,
         query.recipe,
@@ -76,18 +76,18 @@ def plan(
         price,
         others=explain or plot is not None,
     )
-    close = find_indistinct_plans(found, target)
+    indistinct = find_indistinct_plans(result, target)
     if json is not None:
         from paceline.files import write_whole
 
-        write_whole(json, as_json(found, top, close))
+        write_whole(json, as_json(result, top, indistinct))
     if plot is not None:
         from paceline.plan.report.bars import draw
 
-        draw(found, top, plot)
+        draw(result, top, plot)
     print_parts(
-        heading(found),
-        *build_tables(found, top, explain),
-        *list_notes(found),
-        *([describe_overlap(found, close)] if close else []),
+        heading(result),
+        *build_tables(result, top, explain),
+        *list_notes(result),
+        *([describe_overlap(result, indistinct)] if indistinct else []),
     )

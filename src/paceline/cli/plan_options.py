@@ -80,7 +80,7 @@ def read_query(
         raise SpecError(
             "no model to plan for; name a task, or a model with --model"
             if target is None
-            else f"both the task {target} and --model {model} are given; give only one"
+            else f"got both the task {target} and --model {model}; give only one of them"
         )
     if target is not None:
         if seq is not None:

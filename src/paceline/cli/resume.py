@@ -31,7 +31,9 @@ def resume(
     steps: Annotated[
         int | None, typer.Option(help="Total length in steps, with those already done [default: as before]")
     ] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate from here on [default: as before]")] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate for the remaining steps [default: as before]")
+    ] = None,
     profile: Annotated[
         bool | None, typer.Option("--profile/--no-profile", help="Profile some steps [default: as before]")
     ] = None,
@@ -52,7 +54,7 @@ def resume(
 ) -> None:
     """Continue a run from its last complete checkpoint.
 
-    It ends where it was to end, or at --epochs or --steps.
+    It ends at the requested length, or at that of --epochs or --steps.
     """
     from paceline.cli.request_options import parse_nodes
     from paceline.run import open_run

@@ -42,7 +42,7 @@ def find_cause(
     killed: ids of processes that were killed because they had not ended with the others.
     hang: the diagnosis, if the training was stalled.
     """
-    cause, step = _find_cause(run, failures, begin, killed, hang)
+    cause, step = _identify_cause(run, failures, begin, killed, hang)
     log = _find_log(run, cause.rank or 0)
     output = log.read_text(errors="replace") if log.exists() else ""
     if cause.is_expected:
@@ -62,14 +62,14 @@ def log_restart(
     run: RunFolder, failures: Failures, begin: int, killed: Container[int], hang: Diagnosis | None
 ) -> None:
     """Write to the events why all ranks restart. The arguments are those of `find_cause`."""
-    cause, step = _find_cause(run, failures, begin, killed, hang)
+    cause, step = _identify_cause(run, failures, begin, killed, hang)
     events.append(
         run.events,
         Failed(what="rank", step=step, rank=cause.rank, message=f"{cause.text}; all ranks are restarted"),
     )
 
 
-def _find_cause(
+def _identify_cause(
     run: RunFolder, failures: Failures, begin: int, killed: Container[int], hang: Diagnosis | None
 ) -> tuple[_Cause, int]:
     """Return the cause and the last step."""

@@ -41,10 +41,10 @@ def run_started(run: RunFolder, world: World, launcher: int, importer: int | Non
     started = threading.Event()
     with (
         Interrupt(launcher) as interrupt,
-        contextlib.closing(_train_recorded(spec, launch, world, run, interrupt, importer)) as happening,
+        contextlib.closing(_train_recorded(spec, launch, world, run, interrupt, importer)) as training_events,
     ):
         threading.Thread(target=_exit_if_orphaned, args=(interrupt, started), daemon=True).start()
-        for _ in happening:
+        for _ in training_events:
             started.set()
         run.unfinished(world.rank).unlink(missing_ok=True)
 
@@ -63,7 +63,6 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
     """Train as a rank of a foreign launcher, or as the only rank, and return the exit status.
 
     Rank 0 shows the progress.
-
     run: the run to continue. None: a new run.
     """
     with (
@@ -78,12 +77,12 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
         try:
             if run is None:
                 run = RunFolder(Path(_agree_on_folder(launch, spec, world)))
-            with contextlib.closing(_train_recorded(spec, launch, world, run, interrupt)) as happening:
+            with contextlib.closing(_train_recorded(spec, launch, world, run, interrupt)) as training_events:
                 if world.rank:
-                    return _exit_status(_consume(happening))
+                    return _exit_status(_consume(training_events))
                 watchdog = HangWatchdog(run, on_hang=lambda ranks: _exit_on_hang(run, watchdog.diagnosis))
                 with watchdog:
-                    return _exit_status(watch(happening, run, _console(world)))
+                    return _exit_status(watch(training_events, run, _build_console(world)))
         except (Error, RuntimeError, ConnectionError) as error:
             if not isinstance(error, Error) and not is_of_lost_peer(error):
                 raise
@@ -135,7 +134,7 @@ def _describe_lost_peer(run: RunFolder) -> str:
     )
 
 
-def _console(world: World) -> Console | None:
+def _build_console(world: World) -> Console | None:
     """Return a console without a terminal for mpirun and srun, which give ranks one even for a file."""
     return (
         None
@@ -144,9 +143,9 @@ def _console(world: World) -> Console | None:
     )
 
 
-def _consume(happening: Iterator[Event]) -> Event | None:
+def _consume(training_events: Iterator[Event]) -> Event | None:
     """Run the training to its end and return the last event."""
-    return next(iter(collections.deque(happening, maxlen=1)), None)
+    return next(iter(collections.deque(training_events, maxlen=1)), None)
 
 
 def _exit_status(last: Event | None) -> int:

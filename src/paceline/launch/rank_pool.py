@@ -1,7 +1,6 @@
 """A pool of gloo ranks that stay alive and run one function after another, each in a new process group.
 
-ranks = Ranks(4); ranks.start(); ranks(function, *args, timeout_s=60)   # the list of what function(*args)
-returned on each rank
+ranks = Ranks(4); ranks(function, *args, timeout_s=60)   # the results of function(*args) by rank
 """
 
 import contextlib
