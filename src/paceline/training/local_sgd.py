@@ -25,7 +25,7 @@ from paceline.training.step import TrainingStep
 
 @dataclass
 class LocalSgd:
-    """Averages the weights of the ranks. Call `before_step` and `after_step` around each step, on all ranks."""
+    """Averages weights over ranks. Call `before_step` and `after_step` around each step, on all ranks."""
 
     model: nn.Module  # not wrapped by DistributedDataParallel
     update: TrainingStep
