@@ -51,7 +51,7 @@ def find_cluster(name: str | None) -> "Cluster":
 
 
 def with_peak(cluster: "Cluster", peak: float | None) -> "Cluster":
-    """Return the cluster with another peak of its devices, in 10¹² FLOP/s: fp32 on CPUs, all types on GPUs."""
+    """Return the cluster with this peak of its devices in 10¹² FLOP/s: fp32 on CPUs, all types on GPUs."""
     if peak is None:
         return cluster
     from paceline.cluster.facts import Fact

@@ -122,8 +122,8 @@ def _read_breakdown(folder: RunFolder) -> "tuple[RunBreakdown, Skipped]":
             )
         elif plan.period is not None and plan.period > MAX_PROFILED_STEPS:
             hint = (
-                f"plan {plan} requires a profile of a whole period, which may have at most {MAX_PROFILED_STEPS} steps; "
-                "use a shorter period"
+                f"plan {plan} requires a profile of a whole period, which must have at most "
+                f"{MAX_PROFILED_STEPS} steps; use a shorter period"
             )
         elif spec.profile is False:
             hint = "the run was trained with --no-profile; leave that out"
@@ -207,7 +207,7 @@ def _predict(folder: RunFolder, measured_run: "RunBreakdown", cluster: "Cluster"
 def _update_calibrations(
     folder: RunFolder, measured_run: "RunBreakdown", cluster: "Cluster", name: str | None
 ) -> str:
-    """Write the ratios of measured to predicted times into the cluster.json, and return a sentence about them.
+    """Write the ratios of measured to predicted times into the cluster.json, and return them as a sentence.
 
     Predictions use no earlier calibration, so that the ratios do not depend on the order of the runs.
     """

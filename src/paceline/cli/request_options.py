@@ -199,7 +199,7 @@ def _total_ranks(ranks: int | None, nodes: int | None, ranks_per_node: int | Non
 
 
 def with_request_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate `command(request, …)`: typer sees the options of a request and the other parameters of `command`."""
+    """Decorate `command(request, …)`, so that typer sees the options of a request and then its others."""
     shared = inspect.signature(build_request).parameters
     _, *others = inspect.signature(command).parameters.values()
 

@@ -16,17 +16,17 @@ def bench(
     task: Annotated[
         str | None,
         Option(
-            help="Task whose step and input to measure: my.py:Class, or a built-in task [default: digits]."
+            help="Task whose step and input to measure: my.py:Class, or a built-in task [default: digits]"
         ),
     ] = None,
     directory: Annotated[
         list[Path] | None,
-        Option(metavar="DIR", help="Directory to measure; may be repeated [default: ., /dev/shm]."),
+        Option(metavar="DIR", help="Directory to measure; may be repeated [default: ., /dev/shm]"),
     ] = None,
     ranks: Annotated[
-        int | None, Option(min=2, help="Number of ranks for the collectives [default: one per GPU, or 2].")
+        int | None, Option(min=2, help="Number of ranks for the collectives [default: one per GPU, or 2]")
     ] = None,
-    device: Annotated[str | None, Option(help="cpu or cuda [default: cuda if available].")] = None,
+    device: Annotated[str | None, Option(help="cpu or cuda [default: cuda if available]")] = None,
     seconds: Annotated[
         float, Option(min=5.0, metavar="SECONDS", help="Approximate total time of the measurements.")
     ] = 75.0,

@@ -29,13 +29,11 @@ if TYPE_CHECKING:
 
 def collectives(
     ranks: Annotated[
-        int | None, Option(help="Number of ranks on this machine [default: one per GPU, or 2].", min=1)
+        int | None, Option(help="Number of ranks on this machine [default: one per GPU, or 2]", min=1)
     ] = None,
     backends: Annotated[
         str | None,
-        Option(
-            metavar="A,B", help="Back ends: gloo, nccl, mpi [default: nccl if there is a GPU, else gloo]."
-        ),
+        Option(metavar="A,B", help="Back ends: gloo, nccl, mpi [default: nccl if there is a GPU, else gloo]"),
     ] = None,
     sizes: Annotated[
         str,
@@ -45,7 +43,7 @@ def collectives(
         ),
     ] = "1KiB:64MiB",
     operations: Annotated[
-        str | None, Option(metavar="A,B", help="Operations, e.g. all-reduce,send-recv [default: all ten].")
+        str | None, Option(metavar="A,B", help="Operations, e.g. all-reduce,send-recv [default: all ten]")
     ] = None,
     dtypes: Annotated[
         str, Option(metavar="A,B", help="Types: fp64, fp32, bf16, fp16, int64, int32, int8, uint8.")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.bench.suites import Watch
 
 Seconds = Annotated[float, Option(min=0.5, metavar="SECONDS", help="Approximate time to measure.")]
-Device = Annotated[str | None, Option(help="cpu or cuda [default: cuda if available].")]
+Device = Annotated[str | None, Option(help="cpu or cuda [default: cuda if available]")]
 Fields = Annotated[
     list[str] | None,
     Option(metavar="NAME=VALUE", help="Set a field of the task, or a dotted key such as optimizer.lr."),
@@ -147,7 +147,7 @@ def input_(
     precision: Precision = None,
     workers: Annotated[
         str | None,
-        Option(metavar="0,1,2", help="Numbers of loader processes [default: 0, 1, 2, 4, … up to the cores]."),
+        Option(metavar="0,1,2", help="Numbers of loader processes [default: 0, 1, 2, 4, … up to the cores]"),
     ] = None,
     prefetch: Annotated[str, Option(metavar="2,4", help="Batches that each process reads ahead.")] = "2,4",
     device: Device = None,
