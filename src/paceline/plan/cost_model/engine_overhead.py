@@ -25,11 +25,11 @@ class UnitCounts(NamedTuple):
     ranks: int = 1
 
 
-def engines_s(share: StageAssignment, split: WorkSplit, rates: DeviceRates) -> float:
+def engines_s(assignment: StageAssignment, split: WorkSplit, rates: DeviceRates) -> float:
     """Return the overhead of all engines of a rank, in seconds per step."""
     return sum(
         _overhead_s(rates.engines[name], counts)
-        for name, counts in count_units(share, split).items()
+        for name, counts in count_units(assignment, split).items()
         if name in rates.engines
     )
 
@@ -40,20 +40,20 @@ def _overhead_s(measured: Mapping[int, OverheadCosts], counts: UnitCounts) -> fl
     return costs.step + counts.units * costs.unit + counts.tensors * costs.tensor
 
 
-def count_units(share: StageAssignment, split: WorkSplit) -> dict[str, UnitCounts]:
+def count_units(assignment: StageAssignment, split: WorkSplit) -> dict[str, UnitCounts]:
     """Return the units of each engine that a rank uses."""
-    tensors = float(sum(block.tensors * count for block, count in share.parts))
-    blocks = float(sum(count for block, count in share.parts if block.params))
+    tensors = float(sum(block.tensors * count for block, count in assignment.parts))
+    blocks = float(sum(count for block, count in assignment.parts if block.params))
     counts = {"step": UnitCounts()}
     if split.tp > 1:
-        all_reduces = sum(block.sums * count for block, count in share.parts)
-        split_tensors = sum(block.tensors * count for block, count in share.parts if block.split_params)
+        all_reduces = sum(block.sums * count for block, count in assignment.parts)
+        split_tensors = sum(block.tensors * count for block, count in assignment.parts if block.split_params)
         counts["tp"] = UnitCounts(
             split.microbatches * all_reduces, float(split.microbatches * split_tensors), split.tp
         )
     if split.cp > 1:
         counts["cp"] = UnitCounts(
-            split.microbatches * sum(len(block.attention) * count for block, count in share.parts),
+            split.microbatches * sum(len(block.attention) * count for block, count in assignment.parts),
             ranks=split.cp,
         )
     if split.pp > 1:
@@ -70,6 +70,6 @@ def count_units(share: StageAssignment, split: WorkSplit) -> dict[str, UnitCount
             counts["zero1" if split.zero else "ddp"] = UnitCounts(tensors, ranks=data_ranks)
     if split.recompute == "selective":
         counts["selective"] = UnitCounts(
-            split.microbatches * sum(count for block, count in share.parts if "full" in block.saved)
+            split.microbatches * sum(count for block, count in assignment.parts if "full" in block.saved)
         )
     return counts

@@ -8,10 +8,10 @@ from paceline.plan.cost_model.framework_profiles import Recipe
 from paceline.plan.cost_model.traced_memory import (
     boundary_bytes,
     count_updated_params,
+    find_peak_moment,
     is_traced,
     list_block_memory,
 )
-from paceline.plan.cost_model.traced_memory import find_peak_moment as watched_worst
 from paceline.plan.cost_model.work_split import MicrobatchKey, StageAssignment, WorkSplit, assign_stages
 from paceline.plan.model.facts import BlockFacts, ModelFacts
 from paceline.plan.schedules import SCHEDULES
@@ -96,14 +96,14 @@ def build_memory_cost(
 ) -> MemoryCost:
     """Return the result of `find_peak` as named parts with notes."""
     sharded, whole = _is_sharded(split, recipe), _keeps_whole_gradients(split, recipe)
-    each = state_bytes(recipe, split.zero, split.shards)
+    per_param = state_bytes(recipe, split.zero, split.shards)
     notes = {
-        "weights": _describe_bytes(each.weights, recipe.weight, split.shards),
-        "optimizer": _describe_bytes(each.optimizer, recipe.optimizer, split.shards),
-        "main weights": _describe_bytes(each.master, recipe.master, split.shards),
+        "weights": _describe_bytes(per_param.weights, recipe.weight, split.shards),
+        "optimizer": _describe_bytes(per_param.optimizer, recipe.optimizer, split.shards),
+        "main weights": _describe_bytes(per_param.master, recipe.master, split.shards),
         "gradients": "whole until the last micro-batch"
         if whole
-        else _describe_bytes(each.gradients, recipe.gradient, split.shards),
+        else _describe_bytes(per_param.gradients, recipe.gradient, split.shards),
         "cast weights": "in the type of the products, for a step",
         "gathered": f"of {GATHERED_BLOCKS} blocks at once" if sharded and split.zero == 3 else "for a step",
         "activations": f"of {_kept_microbatches(split, rank):.3g} "
@@ -122,21 +122,21 @@ def build_memory_cost(
     return MemoryCost(tuple(parts), rank, limit_bytes)
 
 
-def _describe_bytes(each: float, whole: float, shards: int) -> str:
-    return f"{each:.3g} bytes per parameter" + (
-        f": {whole:g}, over {shards:,} ranks" if each != whole else ""
+def _describe_bytes(on_rank: float, whole: float, shards: int) -> str:
+    return f"{on_rank:.3g} bytes per parameter" + (
+        f": {whole:g}, over {shards:,} ranks" if on_rank != whole else ""
     )
 
 
 def find_peak(facts: ModelFacts, split: WorkSplit, recipe: Recipe) -> tuple[int, tuple[float, ...]]:
     """Return the rank of the pipeline with the highest peak, and its bytes by PART_NAMES."""
-    found = assign_stages(facts, split.pp, split.stages, recipe.even, SCHEDULES[split.schedule].folded)
-    best, most = (0, ()), -1.0  # type: tuple[int, tuple[float, ...]], float
-    for share in found:
-        values = _peak_of_rank(facts, share, split, recipe)
+    assignments = assign_stages(facts, split.pp, split.stages, recipe.even, SCHEDULES[split.schedule].folded)
+    best, max_bytes = (0, ()), -1.0  # type: tuple[int, tuple[float, ...]], float
+    for assignment in assignments:
+        values = _peak_of_rank(facts, assignment, split, recipe)
         total = sum(values)
-        if total > most:
-            best, most = (share.index, values), total
+        if total > max_bytes:
+            best, max_bytes = (assignment.index, values), total
     return best
 
 
@@ -154,14 +154,14 @@ class MemoryBreakdown(NamedTuple):
 
 @lru_cache(65536)
 def memory_breakdown(
-    facts: ModelFacts, share: StageAssignment, recipe: Recipe, key: MicrobatchKey
+    facts: ModelFacts, assignment: StageAssignment, recipe: Recipe, key: MicrobatchKey
 ) -> MemoryBreakdown:
-    """Return the memory of one micro-batch on the ranks of `share`."""
-    counted = [(params_on_rank(block, key.tp, key.ep), count) for block, count in share.parts]
+    """Return the memory of one micro-batch on the ranks of `assignment`."""
+    counted = [(params_on_rank(block, key.tp, key.ep), count) for block, count in assignment.parts]
     params = sum(size * count for size, count in counted)
-    if share.is_last and facts.first not in (block for block, _ in share.parts):
+    if assignment.is_last and facts.first not in (block for block, _ in assignment.parts):
         params += facts.shared_params / key.tp  # both ends of the pipeline hold shared weights
-    whole = sorted(
+    largest = sorted(
         (size for size, count in counted for _ in range(min(count, GATHERED_BLOCKS))), reverse=True
     )[:GATHERED_BLOCKS]
     logits = (
@@ -172,13 +172,15 @@ def memory_breakdown(
     return MemoryBreakdown(
         params=params,
         largest=max(size for size, _ in counted),
-        gathered=sum(whole),
+        gathered=sum(largest),
         activations=sum(
-            kept_bytes(recipe, block, key) * count for block, count in share.parts if block is not facts.last
+            kept_bytes(recipe, block, key) * count
+            for block, count in assignment.parts
+            if block is not facts.last
         ),
-        head=kept_bytes(recipe, facts.last, key) if share.is_last else 0.0,
-        logits=logits if share.is_last else 0.0,
-        recomputed=max(_recomputed_bytes(recipe, block, key) for block, _ in share.parts),
+        head=kept_bytes(recipe, facts.last, key) if assignment.is_last else 0.0,
+        logits=logits if assignment.is_last else 0.0,
+        recomputed=max(_recomputed_bytes(recipe, block, key) for block, _ in assignment.parts),
     )
 
 
@@ -200,68 +202,76 @@ def _kept_microbatches(split: WorkSplit, rank: int) -> float:
 
 
 def _peak_of_rank(
-    facts: ModelFacts, share: StageAssignment, split: WorkSplit, recipe: Recipe
+    facts: ModelFacts, assignment: StageAssignment, split: WorkSplit, recipe: Recipe
 ) -> tuple[float, ...]:
     """Return the bytes at the peak of a rank.
 
     Three moments are compared: in the loss, at the start and at the end of the backward pass.
     """
-    if is_traced(share):
-        return _peak_of_traced(facts, share, split, recipe)
-    mine, each, sharded = (
-        memory_breakdown(facts, share, recipe, split.microbatch_key),
+    if is_traced(assignment):
+        return _peak_of_traced(facts, assignment, split, recipe)
+    own, per_param, sharded = (
+        memory_breakdown(facts, assignment, recipe, split.microbatch_key),
         state_bytes(recipe, split.zero, split.shards),
         _is_sharded(split, recipe),
     )
-    whole = max(recipe.gather, recipe.element) + recipe.cast  # 8-bit weights are kept with their transpose
-    gathered = (mine.gathered if split.zero == 3 else mine.params) * whole if sharded else 0.0
-    gradients = mine.params * (recipe.gradient if _keeps_whole_gradients(split, recipe) else each.gradients)
+    gathered_bytes = (
+        max(recipe.gather, recipe.element) + recipe.cast
+    )  # 8-bit weights are kept with their transpose
+    gathered = (own.gathered if split.zero == 3 else own.params) * gathered_bytes if sharded else 0.0
+    gradients = own.params * (
+        recipe.gradient if _keeps_whole_gradients(split, recipe) else per_param.gradients
+    )
     averaged = split.dp * split.cp > 1
     before = (
         gradients
         if recipe.early_gradients or split.microbatches > 1 or (split.zero < 2 and averaged)
         else 0.0
     )
-    activations = _kept_microbatches(split, share.index) * mine.activations
-    reducing = mine.largest * recipe.reduce * 2 if sharded else 0.0
+    activations = _kept_microbatches(split, assignment.index) * own.activations
+    reducing = own.largest * recipe.reduce * 2 if sharded else 0.0
     buckets = recipe.buckets * BUCKET_BYTES if averaged and split.zero < 2 and recipe.overlaps_data else 0.0
-    loss = max(0.0, mine.head + (recipe.loss - KEPT_LOGIT_BYTES) * mine.logits)
+    loss = max(0.0, own.head + (recipe.loss - KEPT_LOGIT_BYTES) * own.logits)
     moments = (  # gradients, activations, computed again, loss, communication
         (before, activations, 0.0, loss, 0.0),
-        (before, activations, mine.recomputed, 0.0, (reducing if before else 0.0) + buckets),
-        (gradients, 0.0, mine.recomputed, 0.0, reducing + buckets),
+        (before, activations, own.recomputed, 0.0, (reducing if before else 0.0) + buckets),
+        (gradients, 0.0, own.recomputed, 0.0, reducing + buckets),
     )
-    params = mine.params
-    stay = (
-        params * each.weights,
-        params * each.optimizer,
-        params * each.master,
+    params = own.params
+    constant = (
+        params * per_param.weights,
+        params * per_param.optimizer,
+        params * per_param.master,
         0.0 if sharded else params * recipe.cast,
         gathered,
     )
-    values = stay + max(moments, key=sum)
+    values = constant + max(moments, key=sum)
     return (*values, recipe.reserved * sum(values), recipe.fixed_bytes)
 
 
 def _peak_of_traced(
-    facts: ModelFacts, share: StageAssignment, split: WorkSplit, recipe: Recipe
+    facts: ModelFacts, assignment: StageAssignment, split: WorkSplit, recipe: Recipe
 ) -> tuple[float, ...]:
-    sizes = {id(block): params_on_rank(block, split.tp, split.ep) for block, _ in share.parts}
-    params = memory_breakdown(facts, share, recipe, split.microbatch_key).params
-    found = list_block_memory(facts, share, recipe, split.microbatch_key, sizes)
-    moment = watched_worst(
-        found, split, recipe, _kept_microbatches(split, share.index), boundary_bytes(split, share, recipe)
+    sizes = {id(block): params_on_rank(block, split.tp, split.ep) for block, _ in assignment.parts}
+    params = memory_breakdown(facts, assignment, recipe, split.microbatch_key).params
+    blocks = list_block_memory(facts, assignment, recipe, split.microbatch_key, sizes)
+    moment = find_peak_moment(
+        blocks,
+        split,
+        recipe,
+        _kept_microbatches(split, assignment.index),
+        boundary_bytes(split, assignment, recipe),
     )
     weights = params * state_bytes(recipe, split.zero, split.shards).weights
-    updated = count_updated_params(share, split, params)
-    stay = (
+    updated = count_updated_params(assignment, split, params)
+    constant = (
         weights,
         updated * recipe.optimizer,
         updated * recipe.master,
         params * recipe.cast,
         moment.gathered,
     )
-    values = (*stay, moment.gradients, moment.activations, 0.0, 0.0, moment.communication)
+    values = (*constant, moment.gradients, moment.activations, 0.0, 0.0, moment.communication)
     return (*values, recipe.reserved * sum(values), recipe.fixed_bytes)
 
 
@@ -270,10 +280,10 @@ def _recomputed_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> 
     shares = recipe.recompute_shares(key.recompute)
     if "full" not in block.saved or not (shares.products or shares.attention or shares.traffic):
         return 0.0
-    whole = (
+    block_bytes = (
         block.saved["none"].bytes(recipe.stream, recipe.element, key.tp, recipe.splits_sequence(key.cp))
         if shares.kept != "none"
         else 0.0
     )
     core = 0.0 if recipe.fused else block.core.bytes(recipe.stream, recipe.element, key.tp)
-    return (whole + core) * key.micro_batch / key.cp
+    return (block_bytes + core) * key.micro_batch / key.cp

@@ -84,7 +84,7 @@ def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, rates: Dev
     stages = stage_loads(
         facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.microbatch_key, recipe, rates
     )
-    share, busiest = stages[0]
+    assignment, busiest = stages[0]
     m = split.microbatches
     parts = _parts_of_load(m, busiest)
     if split.pp > 1:
@@ -94,9 +94,9 @@ def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, rates: Dev
     params = max(
         [memory_breakdown(facts, assigned, recipe, split.microbatch_key).params for assigned, _ in stages]
     )
-    parts |= _data_parts(facts, share, split, recipe, rates, busiest, params)
-    parts["engines"] = engines_s(share, split, rates)
-    parts["optimizer"] = _optimizer_s(share, split, recipe, rates, params)
+    parts |= _data_parts(facts, assignment, split, recipe, rates, busiest, params)
+    parts["engines"] = engines_s(assignment, split, rates)
+    parts["optimizer"] = _optimizer_s(assignment, split, recipe, rates, params)
     parts["jitter"] = rates.constants.jitter * sum(parts.values())
     peak = next(
         (rates.peaks[dtype] for dtype in (recipe.dtype, "bf16", "fp16", "fp32") if dtype in rates.peaks),
@@ -129,7 +129,7 @@ def _calibrated_parts(
 
     min_error: of parts that are only guessed; measured: parts that were measured with the task.
     """
-    found = []
+    calibrated = []
     for name, seconds in parts.items():
         error, note = max(PARTS[name][0], min_error if name not in measured else 0.0), PARTS[name][1]
         if calibration is not None and (factor := calibration.factors.get(name)) is not None:
@@ -140,8 +140,8 @@ def _calibrated_parts(
                 f"{note}; × {factor.value:.2f} from {runs}",
             )
         if seconds:
-            found.append(CostPart(name, seconds, error, note))
-    return tuple(found)
+            calibrated.append(CostPart(name, seconds, error, note))
+    return tuple(calibrated)
 
 
 def _guesses(split: WorkSplit, parts: dict[str, float], rates: DeviceRates) -> tuple[str, ...]:
@@ -189,27 +189,27 @@ def stage_loads(
     rates: DeviceRates,
 ) -> tuple[tuple[StageAssignment, StageLoad], ...]:
     """Return the load of each kind of rank of a pipeline, busiest first."""
-    found = [
-        (share, stage_load(share, recipe, rates, key, facts.slower))
-        for share in assign_stages(facts, pp, stages, recipe.even, folded)
+    loads = [
+        (assignment, stage_load(assignment, recipe, rates, key, facts.slower))
+        for assignment in assign_stages(facts, pp, stages, recipe.even, folded)
     ]
-    return tuple(sorted(found, key=lambda pair: -pair[1].total_s))
+    return tuple(sorted(loads, key=lambda pair: -pair[1].total_s))
 
 
 def _extrapolations(split: WorkSplit) -> tuple[str, ...]:
     """Return a sentence if the split is outside the trainings that the constants were fitted to."""
-    many = f"{split.ranks} ranks are more than the {MAX_FITTED_RANKS} of any fitted training"
-    return (many,) if split.ranks > MAX_FITTED_RANKS else ()
+    sentence = f"{split.ranks} ranks are more than the {MAX_FITTED_RANKS} of any fitted training"
+    return (sentence,) if split.ranks > MAX_FITTED_RANKS else ()
 
 
 @lru_cache(65536)
 def stage_load(
-    share: StageAssignment, recipe: Recipe, rates: DeviceRates, key: MicrobatchKey, slower: float = 1.0
+    assignment: StageAssignment, recipe: Recipe, rates: DeviceRates, key: MicrobatchKey, slower: float = 1.0
 ) -> StageLoad:
-    """Return the seconds of one micro-batch on the ranks of `share`."""
+    """Return the seconds of one micro-batch on the ranks of `assignment`."""
     products = attention = traffic = recompute = tensor = context = flops = recompute_flops = 0.0
     forward = inputs = weights = 0.0
-    for block, count in share.parts:
+    for block, count in assignment.parts:
         block_time = compute_block_time(rates, recipe, block, key)
         if slower != 1.0:
             block_time = block_time.scaled(slower)
@@ -263,8 +263,10 @@ def _tensor_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rates: Devi
     if key.tp == 1 or not block.sums:
         return PassTimes(0.0, 0.0, 0.0)
     size = block.boundary * recipe.element * key.micro_batch / key.cp
-    over = rank_group(key.tp, 1, rates.per_node)
-    call_s = rates.collective_s("all-reduce", size, over.ranks, over.together) * (1 - recipe.overlaps_tensor)
+    group = rank_group(key.tp, 1, rates.per_node)
+    call_s = rates.collective_s("all-reduce", size, group.ranks, group.together) * (
+        1 - recipe.overlaps_tensor
+    )
     recompute = (
         call_s * block.sums
         if recipe.recompute_shares(key.recompute).products == 1 and block.attention
@@ -283,21 +285,21 @@ def _context_s(
     """
     if key.cp == 1 or not block.attention:
         return 0.0
-    over = rank_group(key.cp, key.tp, rates.per_node)
+    group = rank_group(key.cp, key.tp, rates.per_node)
     width = key.micro_batch / key.tp
     size = (
         sum(2 * a.keys * a.head_dim * (a.kv_heads or a.heads) for a in block.attention)
         * recipe.element
         * width
     )
-    ring = rates.collective_s("all-gather", size, over.ranks, over.together)
+    ring = rates.collective_s("all-gather", size, group.ranks, group.together)
     merged = (
         sum(a.queries * a.head_dim * a.heads for a in block.attention)
         * MERGED_BYTES
         * width
         / rates.memory_Bps
     )
-    exposed = ring - (1 - rates.exposed_share(over.together)) * min(ring, block_time.attention_s)
+    exposed = ring - (1 - rates.exposed_share(group.together)) * min(ring, block_time.attention_s)
     return (3 + recipe.recompute_shares(key.recompute).attention) * (exposed + merged)
 
 
@@ -320,8 +322,8 @@ def _pipeline_parts(
     )
     size = facts.first.boundary * recipe.element * split.micro_batch / split.cp
     size /= split.tp if recipe.scatter or recipe.splits_sequence(split.cp) else 1
-    over = rank_group(2, split.dp * split.cp * split.tp, rates.per_node)
-    send = rates.collective_s("send", size, 2, over.together)
+    group = rank_group(2, split.dp * split.cp * split.tp, rates.per_node)
+    send = rates.collective_s("send", size, 2, group.together)
     bubble = uniform * others / (split.pp - 1)
     if rates.crowd > 1:  # an idle rank leaves its core to the ranks that share it
         bubble = max(0.0, bubble / rates.crowd - (1 - 1 / rates.crowd) * split.microbatches * busiest.total_s)
@@ -333,7 +335,7 @@ def _pipeline_parts(
 
 def _data_parts(
     facts: ModelFacts,
-    share: StageAssignment,
+    assignment: StageAssignment,
     split: WorkSplit,
     recipe: Recipe,
     rates: DeviceRates,
@@ -344,15 +346,19 @@ def _data_parts(
     ranks = split.dp * split.cp
     if ranks == 1:
         return {}
-    blocks = sum(count for _, count in share.parts)
-    over = rank_group(ranks, split.tp, rates.per_node)
+    blocks = sum(count for _, count in assignment.parts)
+    group = rank_group(ranks, split.tp, rates.per_node)
     shards = rank_group(split.shards, split.tp, rates.per_node)
     forward, backward = busiest.stage.forward_s, busiest.stage.inputs_s + busiest.stage.weights_s
 
-    def call(kind: str, bytes_a_parameter: float, among: Group, of: float = params) -> float:
-        return rates.collective_s(kind, of * bytes_a_parameter, among.ranks, among.together, recipe.rails)
+    def call(kind: str, bytes_per_param: float, members: Group, num_params: float = params) -> float:
+        return rates.collective_s(
+            kind, num_params * bytes_per_param, members.ranks, members.together, recipe.rails
+        )
 
-    exposed_share = rates.exposed_share((shards if split.zero >= 2 else over).together if recipe.rails else 1)
+    exposed_share = rates.exposed_share(
+        (shards if split.zero >= 2 else group).together if recipe.rails else 1
+    )
 
     def exposed(communication: float, computing: float) -> float:
         """Return what a collective adds to the computing it may overlap with.
@@ -366,13 +372,13 @@ def _data_parts(
         )
 
     if split.zero <= 1 or (split.zero == 2 and not recipe.at_rest):
-        whole = exposed(call("all-reduce", recipe.reduce, over), backward)
-        gathering = call("all-gather", recipe.weight, over) if split.zero else 0.0
+        averaging = exposed(call("all-reduce", recipe.reduce, group), backward)
+        gathering = call("all-gather", recipe.weight, group) if split.zero else 0.0
         if (
             split.zero == 0 or not recipe.scattered
         ):  # ZeroRedundancyOptimizer sends weights after their update
-            return {"data parallel": whole, "gathered weights": gathering}
-        reducing = call("reduce-scatter", recipe.reduce, over)
+            return {"data parallel": averaging, "gathered weights": gathering}
+        reducing = call("reduce-scatter", recipe.reduce, group)
         return {"data parallel": exposed(reducing, backward), "gathered weights": exposed(gathering, forward)}
     latency = (blocks - 1) * (call("all-gather", recipe.gather, shards, 1e-9))
     gather = call("all-gather", recipe.gather, shards) + latency
@@ -380,23 +386,23 @@ def _data_parts(
     if split.replicate > 1:
         copies = rank_group(split.replicate, split.tp * split.shards, rates.per_node)
         scatter += call("all-reduce", recipe.reduce, copies, params / split.shards)
-    often = 1 if recipe.whole_gradients else split.microbatches
-    twice = gather if split.zero == 3 else 0.0
-    exposed_s = split.microbatches * (exposed(gather, forward) + exposed(twice, backward)) + often * (
-        exposed(twice + scatter, backward) - exposed(twice, backward)
+    reductions = 1 if recipe.whole_gradients else split.microbatches
+    regather = gather if split.zero == 3 else 0.0
+    exposed_s = split.microbatches * (exposed(gather, forward) + exposed(regather, backward)) + reductions * (
+        exposed(regather + scatter, backward) - exposed(regather, backward)
     )
-    gather_share = (gather + twice) / (gather + twice + scatter)
+    gather_share = (gather + regather) / (gather + regather + scatter)
     return {"gathered weights": exposed_s * gather_share, "data parallel": exposed_s * (1 - gather_share)}
 
 
 def _optimizer_s(
-    share: StageAssignment, split: WorkSplit, recipe: Recipe, rates: DeviceRates, params: float
+    assignment: StageAssignment, split: WorkSplit, recipe: Recipe, rates: DeviceRates, params: float
 ) -> float:
     """Return the time of the update, from memory bandwidth, or on a CPU from number and size of tensors.
 
     The norm of the gradients reads them once more.
     """
-    tensors = sum(block.tensors * count for block, count in share.parts)
+    tensors = sum(block.tensors * count for block, count in assignment.parts)
     if rates.op_times is not None and tensors:
         own_tensors = tensors / (split.shards if split.zero == 1 else 1)
         return own_tensors * rates.op_times.seconds(

@@ -36,9 +36,9 @@ class BlockMemory(NamedTuple):
     is_root: bool
 
 
-def is_traced(share: StageAssignment) -> bool:
+def is_traced(assignment: StageAssignment) -> bool:
     """Whether all blocks have traced live bytes."""
-    return all(block.lives is not None for block, _ in share.parts)
+    return all(block.lives is not None for block, _ in assignment.parts)
 
 
 def kept_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
@@ -114,41 +114,49 @@ def _waiting_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> flo
 
 
 def find_peak_moment(
-    pieces: list[BlockMemory], split: WorkSplit, recipe: Recipe, kept_micro: float, cuts: float
+    blocks: list[BlockMemory],
+    split: WorkSplit,
+    recipe: Recipe,
+    kept_microbatches: float,
+    received_per_microbatch: float,
 ) -> MemoryMoment:
     """Return the moment with peak memory.
 
-    kept_micro: micro-batches with live activations. cuts: bytes that the stages of this rank receive per
-    micro-batch.
+    kept_microbatches: micro-batches with live activations. received_per_microbatch: bytes that the stages of
+    this rank receive per micro-batch.
     """
-    return max(_moments(pieces, split, recipe, kept_micro, cuts), key=sum)
+    return max(_moments(blocks, split, recipe, kept_microbatches, received_per_microbatch), key=sum)
 
 
 def _moments(
-    pieces: list[BlockMemory], split: WorkSplit, recipe: Recipe, kept_micro: float, cuts: float
+    blocks: list[BlockMemory],
+    split: WorkSplit,
+    recipe: Recipe,
+    kept_microbatches: float,
+    received_per_microbatch: float,
 ) -> Iterator[MemoryMoment]:
     """Yield the moments of the backward pass, from the last block to the first, and its end."""
-    params = sum(piece.params for piece in pieces)
-    whole_kept = sum(piece.kept for piece in pieces)
+    params = sum(block.params for block in blocks)
+    whole_kept = sum(block.kept for block in blocks)
     splits = split.pp > 1 and SCHEDULES[split.schedule].splits_backward
-    waiting = kept_micro * WAITING_SHARE * sum(piece.waiting for piece in pieces) if splits else 0.0
-    root = sum(piece.params for piece in pieces if piece.is_root)
+    waiting = kept_microbatches * WAITING_SHARE * sum(block.waiting for block in blocks) if splits else 0.0
+    root = sum(block.params for block in blocks if block.is_root)
     sharded = split.zero >= 2 and split.dp * split.cp > 1
     averaged = split.dp * split.cp > 1
     shard = 1 / split.shards if sharded else 1.0
-    received = split.microbatches * cuts  # torch's stages have a buffer per micro-batch
-    before, done = whole_kept, 0.0
-    behind = 0.0  # parameters of the previous block of the backward pass, whose gradients are in transit
-    for at in range(len(pieces) - 1, -1, -1):
-        piece = pieces[at]
-        before -= piece.kept
+    received = split.microbatches * received_per_microbatch  # torch's stages have a buffer per micro-batch
+    kept_before, done = whole_kept, 0.0
+    in_transit = 0.0  # parameters of the previous block of the backward pass, whose gradients are in transit
+    for index in range(len(blocks) - 1, -1, -1):
+        block = blocks[index]
+        kept_before -= block.kept
         if sharded:
             gradients = params if split.microbatches > 1 else done * shard
-            following = pieces[at - 1].params if at and not pieces[at - 1].is_root else 0.0
+            following = blocks[index - 1].params if index and not blocks[index - 1].is_root else 0.0
             gathered = (
-                params if split.zero == 2 else root + (0.0 if piece.is_root else piece.params) + following
+                params if split.zero == 2 else root + (0.0 if block.is_root else block.params) + following
             )
-            sending = behind + (piece.params if split.microbatches == 1 else 0.0)
+            sending = in_transit + (block.params if split.microbatches == 1 else 0.0)
         else:
             gathered = sending = 0.0
             gradients = (
@@ -159,16 +167,16 @@ def _moments(
                 else done
             )
         if split.microbatches > 1 or (averaged and not sharded):
-            gradients += piece.params  # of the block itself, before they are accumulated
-        activations = (kept_micro - 1) * whole_kept + before + piece.most + waiting
+            gradients += block.params  # of the block itself, before they are accumulated
+        activations = (kept_microbatches - 1) * whole_kept + kept_before + block.most + waiting
         yield MemoryMoment(
             gradients * recipe.gradient,
             activations,
             gathered * recipe.gather,
             sending * recipe.reduce + received,
         )
-        done += piece.params
-        behind = piece.params
+        done += block.params
+        in_transit = block.params
     yield MemoryMoment(
         params * shard * recipe.gradient,
         0.0,
@@ -178,14 +186,18 @@ def _moments(
 
 
 def list_block_memory(
-    facts: ModelFacts, share: StageAssignment, recipe: Recipe, key: MicrobatchKey, sizes: dict[int, float]
+    facts: ModelFacts,
+    assignment: StageAssignment,
+    recipe: Recipe,
+    key: MicrobatchKey,
+    sizes: dict[int, float],
 ) -> list[BlockMemory]:
     """Return the memory of each block.
 
     `sizes`: parameters per block on a rank. First and last block have whole sequences.
     """
     blocks: list[BlockMemory] = []
-    for block, count in share.parts:
+    for block, count in assignment.parts:
         is_root = block is facts.first or block is facts.last
         block_key = key._replace(cp=1) if is_root else key
         held_bytes = (
@@ -197,17 +209,17 @@ def list_block_memory(
     return blocks
 
 
-def boundary_bytes(split: WorkSplit, share: StageAssignment, recipe: Recipe) -> float:
+def boundary_bytes(split: WorkSplit, assignment: StageAssignment, recipe: Recipe) -> float:
     """Return bytes of activations and gradients that a rank's stages receive for one micro-batch."""
-    return share.crossing * recipe.stream * split.micro_batch / split.cp
+    return assignment.crossing * recipe.stream * split.micro_batch / split.cp
 
 
-def count_updated_params(share: StageAssignment, split: WorkSplit, params: float) -> float:
+def count_updated_params(assignment: StageAssignment, split: WorkSplit, params: float) -> float:
     """Return the parameters of the rank that updates most.
 
     ZeRO-1 distributes whole tensors, ZeRO-2 and ZeRO-3 shard each.
     """
     if split.zero == 1 and split.shards > 1:
-        largest = max((block.largest for block, _ in share.parts), default=0) / split.tp
+        largest = max((block.largest for block, _ in assignment.parts), default=0) / split.tp
         return max(largest, params / split.shards)
     return params / split.shards if split.zero else params
