@@ -1,4 +1,7 @@
-"""Writes the tables of published peaks into machine.md: python docs/published_peaks.py. With --check it only says whether it is current."""
+"""Write the tables of published peaks into machine.md: python docs/published_peaks.py.
+
+With --check, only report whether the page is current.
+"""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -11,7 +14,7 @@ PAGE = Path(__file__).parent / "machine.md"
 BEGIN, END = "<!-- published_peaks.py writes from here -->\n", "<!-- to here -->\n"
 
 
-def tables() -> str:
+def build_tables() -> str:
     chips = {sheet.chip.name: sheet.chip for sheet in sheets().values()}
     sources = dict.fromkeys(
         source for sheet in sheets().values() for source in (sheet.chip.source, sheet.source)
@@ -30,7 +33,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _peaks(chip: Chip) -> list[str]:
-    """With 2:4 sparsity in brackets."""
+    """Return the peaks of a chip, with those for 2:4 sparsity in brackets."""
     cells = [f"{chip.dense[dtype]:,g}" if dtype in chip.dense else "" for dtype in DTYPES]
     sparse = [f" ({chip.sparse[dtype]:,g})" if dtype in chip.sparse else "" for dtype in DTYPES]
     return [chip.name, *(f"{dense}{half}" for dense, half in zip(cells, sparse, strict=True))]
@@ -53,7 +56,7 @@ def main() -> int:
     page = PAGE.read_text()
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    new = before + BEGIN + "\n" + tables() + "\n" + END + after
+    new = before + BEGIN + "\n" + build_tables() + "\n" + END + after
     if "--check" in sys.argv[1:]:
         if new != page:
             print(f"{PAGE} is not current; run python docs/published_peaks.py", file=sys.stderr)
