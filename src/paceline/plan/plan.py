@@ -36,30 +36,33 @@ class MeshCoordinate:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Degrees of the axes, and options.
+    """Layout of a training over ranks: degrees of the axes, and options.
 
-    The degrees multiply to the number of ranks: `dp` × `cp` × `tp` × `pp`.
+    `Plan(zero=3)` and `Plan(tp=2, pp=2)` are plans; `str` and `parse` convert them to text and back. The
+    degrees multiply to the number of ranks: `dp` × `cp` × `tp` × `pp`. A key that is None is decided by
+    `resolve`, which knows the number of ranks.
 
-    A key that is None is decided by `resolve`, which knows the number of ranks.
-
-    dp: data parallelism. `zero` says which parts of the training state are sharded over the data ranks, and
-    `replicate` is the number of copies of all shards. zero=0 shards nothing (DistributedDataParallel); 1:
-    optimizer state (ZeroRedundancyOptimizer); 2: also gradients, and parameters between steps; 3: also
-    parameters, which are whole only while their block computes (`fully_shard`).
-    tp: weights by column and row (DTensor). pp: layers (`torch.distributed.pipelining`). cp: the sequence
-    (ring attention).
-    microbatches: micro-batches of each rank whose gradients are added up before an update; None: 1, or 2·pp
+    zero: what is sharded over the data ranks. 0: nothing (DistributedDataParallel); 1: optimizer state
+    (ZeroRedundancyOptimizer); 2: also gradients, and parameters between steps; 3: also parameters, which
+    are whole only while their block computes (`fully_shard`).
+    dp: degree of data parallelism; None: what remains of the ranks.
+    replicate: number of copies of all shards.
+    tp: degree of tensor parallelism, which splits weights by column and row (DTensor).
+    pp: degree of pipeline parallelism, which splits layers (`torch.distributed.pipelining`).
+    cp: degree of context parallelism, which splits the sequence (ring attention).
+    microbatches: micro-batches per rank whose gradients are added up before an update; None: 1, or 2·pp
     for a pipeline.
-    pp_schedule: None: 1f1b, or gpipe if there are too few micro-batches. stages: per rank of a pipeline;
-    None: as few as possible.
-    uneven: 1 if the batches of data ranks may differ by one sample. recompute: which activations of a block
-    the backward pass computes again: none, all (full), or all except those of products and attention
-    (selective).
+    pp_schedule: schedule of the pipeline; None: 1f1b, or gpipe if there are too few micro-batches.
+    stages: stages per rank of the pipeline; None: as few as possible.
+    uneven: 1 if the batches of data ranks may differ by one sample.
+    recompute: which activations of a block the backward pass computes again: none, all (full), or all except
+    those of products and attention (selective).
+    period: local SGD; the weights are averaged every `period` steps.
+    switch: step from which local SGD averages weights; before it, gradients are averaged.
+    servers: number of ranks that keep the weights of a parameter server; the others are its workers.
+    staleness: steps that a worker may be ahead of another.
 
-    period: local SGD; weights are averaged every `period` steps from step `switch` on. Before that, gradients
-    are averaged.
-    servers: number of ranks that keep the weights of a parameter server; the other ranks are its workers. No
-    worker is more than `staleness` steps ahead of another.
+    Raises PlanError for keys that contradict each other.
     """
 
     zero: int = 0
