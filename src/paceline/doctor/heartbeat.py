@@ -38,18 +38,18 @@ class Heartbeat:
     """The content of ranks/N.alive, written about once a second. Times are seconds since the epoch."""
 
     rank: int
-    ranks: int
+    ranks: int  # world size
     host: str
     pid: int
-    began: float
-    time: float
+    began: float  # start of this rank, in seconds since the epoch
+    time: float  # when this heartbeat was written, in seconds since the epoch
     step: int  # the last step done
     steps: int | None  # of the whole training; None: not known yet
     stepped: float | None  # when that step ended; None: no step has ended since this start
     longest_s: float  # longest step of this start except the first, without saves and evaluations
-    phase: str
+    phase: str  # start, data, forward, backward, update, report, evaluate, save or ended
     since: float  # start of this phase; in an evaluation, of this batch
-    patience_s: float | None  # how long ranks wait for one another now; None: they do not
+    patience_s: float | None  # how long ranks wait for one another at present; None: they do not wait
     spent_s: Mapping[str, float]  # in each phase, mean of the recent steps
     birth: float | None = None  # of its process, see `process_birth`
 
