@@ -92,8 +92,7 @@ def _publish_environment(request: bytes) -> None:
     """Make /proc show these variables as the environment of this process, so that tools recognize the rank.
 
     /proc shows the memory of the variables at the start of the program. The fork server reserved a part of it
-    (ROOM),
-    and only that part is overwritten.
+    (ROOM), and only that part is overwritten.
     """
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     start, end = int(fields[ENV_START]), int(fields[ENV_END])

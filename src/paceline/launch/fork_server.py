@@ -1,12 +1,9 @@
 """The fork server: a process that imports what every rank needs, and forks ranks for the launcher.
 
 A rank spends most of its start importing torch. The fork server imports it once, runs no operator and imports
-no
-user code. A forked rank becomes a child of the launcher, which is a child subreaper at that moment. So, as
-for a
-spawned rank, the launcher waits for it, and the rank sees by its parent when the launcher is gone. If the
-fork
-server dies, its ranks continue.
+no user code. A forked rank becomes a child of the launcher, which is a child subreaper at that moment. So, as
+for a spawned rank, the launcher waits for it, and the rank sees by its parent when the launcher is gone. If
+the fork server dies, its ranks continue.
 """
 
 import contextlib
@@ -41,9 +38,8 @@ def is_safe(environ: Mapping[str, str], num_threads: int = 1) -> bool:
     """Return whether a fork of a process with this environment works like a new process.
 
     Threads do not survive a fork, and OpenBLAS starts one for each of OMP_NUM_THREADS. The driver of an
-    accelerator
-    may hold state of the process after the import of torch, so ranks are spawned on machines with an
-    accelerator.
+    accelerator may hold state of the process after the import of torch, so ranks are spawned on machines with
+    an accelerator.
     """
     has_accelerator = any(os.path.exists(device) for device in ACCELERATORS)
     return (

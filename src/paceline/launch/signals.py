@@ -34,8 +34,7 @@ class Interrupt:
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.is_requested = True
         # A launcher ends the rank itself. Besides, Slurm sends a signal to all processes of a step, and their
-        # agent passes
-        # the same signal on.
+        # agent passes the same signal on.
         if self.launcher is None:
             self._restore()
 

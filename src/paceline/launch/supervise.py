@@ -61,10 +61,8 @@ def supervise(
     """Call `launch` and return the exit status of the training.
 
     launch: returns when the ranks are done. It raises ChildFailedError for failed ranks, and SignalException
-        if a
-        stop was requested. It calls its first argument with the failed ranks before a restart, and its second
-        before
-        each start, when no rank of the previous start is left.
+        if a stop was requested. It calls its first argument with the failed ranks before a restart, and its
+        second before each start, when no rank of the previous start is left.
     kill: kills ranks on any machine. None: the ranks are children of this process.
     is_reporter: False for all but one of the agents of several nodes, which report nothing.
     logs_restarts: False if RestartLog writes down why all ranks restart.

@@ -20,8 +20,7 @@ def rank(
     """Train as one rank of a run. The environment gives the number of the rank.
 
     launcher: the process id of the launcher on this machine, which reports the end of the rank. None: srun
-        started this
-        process, and the ranks report their errors themselves.
+        started this process, and the ranks report their errors themselves.
     server: the descriptor of a socket. This process is then a fork server, and the launcher requests ranks
         over the socket.
     """

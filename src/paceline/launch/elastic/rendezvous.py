@@ -1,8 +1,7 @@
 """The rendezvous of torch's elastic agents, with a seal on everything that is unpickled.
 
 Any process that reaches a store can read and change its content. So content is unpickled only if it carries
-the seal
-of a key, which is passed outside of the store.
+the seal of a key, which is passed outside of the store.
 """
 
 import hmac

@@ -21,8 +21,7 @@ def order_by_node(placements: Sequence[ActorPlacement], first_node: str) -> list
     """Return for each rank the index of its actor and the GPUs that it sees. Ranks of a node are consecutive.
 
     Ray shows an actor only its GPU. Ranks of a node must see the GPUs of all ranks there to communicate; each
-    uses that
-    of its local rank.
+    uses that of its local rank.
     """
     nodes = sorted(dict.fromkeys(place.node for place in placements), key=lambda node: node != first_node)
     gpus = {node: [gpu for place in placements if place.node == node for gpu in place.gpus] for node in nodes}
