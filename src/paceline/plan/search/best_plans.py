@@ -69,9 +69,9 @@ def find_best_plans(
     price: float | None = None,
     others: bool = False,
 ) -> BestPlans:
-    """Return the plans that fit, fastest first.
+    """Return the plans that fit, fastest first, or the cost of `plan`.
 
-    Or the cost of `plan`, with `others` also of the plans to compare it with.
+    others: also return the plans to compare `plan` with.
 
     Raises PlanError for a plan that is impossible, if no plan fits, and if too little is known of the
     machine.
@@ -115,7 +115,8 @@ def _check_plan(facts: ModelFacts, plan: Plan) -> None:
             f"plan {plan} has more stages than {facts.name} has blocks, {facts.blocks}; use a smaller pp"
         )
     if plan.cp > 1 and (facts.sequence is None or facts.sequence % (2 * plan.cp)):
+        sequences = f"sequences of {facts.sequence} tokens" if facts.sequence else "no sequences"
         raise PlanError(
-            f"cp={plan.cp} requires sequences that divide into {2 * plan.cp} parts, got {facts.sequence} "
-            f"tokens in {facts.name}; use cp=1"
+            f"cp={plan.cp} requires sequences that divide into {2 * plan.cp} parts, and {facts.name} has "
+            f"{sequences}; use cp=1"
         )

@@ -22,10 +22,9 @@ def find_nearest_plans(
     Raises PlanError if `plan` does not fit `before` ranks and this batch.
     """
     old = plan.resolve(before)
-    most = micro_batch_size(batch, old)
-    if (
-        old.is_asynchronous and ranks > 1
-    ):  # its result depends on the number of ranks; another plan would train something else
+    max_samples = micro_batch_size(batch, old)
+    if old.is_asynchronous and ranks > 1:
+        # Its result depends on the number of ranks; another plan would train something else.
         plan.resolve(ranks)
         yield plan
         return
@@ -37,16 +36,18 @@ def find_nearest_plans(
             replace(same, replicate=1),
             *(_with_options_of(plan, other) for other in enumerate_candidates(ranks)),
         ]
-    found: set[Plan] = set()
-    for other in sorted(plans, key=lambda other: _distance(old, other, ranks)):
+    seen: set[Plan] = set()
+    for candidate in sorted(plans, key=lambda other: _distance(old, other, ranks)):
         for uneven in (0, 1):
             try:
-                split = _fit_batch(replace(other, uneven=uneven), ranks, batch, most if may_cut else None)
+                fitted = _fit_batch(
+                    replace(candidate, uneven=uneven), ranks, batch, max_samples if may_cut else None
+                )
             except PlanError:
                 continue
-            if split is not None and split.resolve(ranks) not in found:
-                found.add(split.resolve(ranks))
-                yield split
+            if fitted is not None and fitted.resolve(ranks) not in seen:
+                seen.add(fitted.resolve(ranks))
+                yield fitted
 
 
 def _with_options_of(plan: Plan, other: Plan) -> Plan:
@@ -73,8 +74,8 @@ def _distance(old: Plan, other: Plan, ranks: int) -> tuple[float, ...]:
     return new, gone, abs(wanted - other.zero), degrees, abs(old.replicate - other.replicate)
 
 
-def _fit_batch(plan: Plan, ranks: int, batch: int, most: int | None) -> Plan | None:
-    """Return `plan` with the fewest micro-batches of at most `most` samples, or None.
+def _fit_batch(plan: Plan, ranks: int, batch: int, max_samples: int | None) -> Plan | None:
+    """Return `plan` with the fewest micro-batches of at most `max_samples` samples, or None.
 
     Raises PlanError if the plan does not fit `ranks`.
     """
@@ -82,17 +83,16 @@ def _fit_batch(plan: Plan, ranks: int, batch: int, most: int | None) -> Plan | N
     if plan.uneven and batch % (resolved.dp * resolved.microbatches) == 0:
         return None  # an even split is possible
     for microbatches in (
-        [resolved.microbatches] if most is None else range(resolved.microbatches, batch // resolved.dp + 1)
+        [resolved.microbatches]
+        if max_samples is None
+        else range(resolved.microbatches, batch // resolved.dp + 1)
     ):
         if batch % (microbatches if plan.uneven else microbatches * resolved.dp) or (
-            most is not None and -(-batch // (microbatches * resolved.dp)) > most
+            max_samples is not None and -(-batch // (microbatches * resolved.dp)) > max_samples
         ):
             continue
-        cut = replace(
-            plan,
-            microbatches=microbatches if microbatches != plan.default_microbatches else None,
-        )
-        cut.resolve(ranks)
-        micro_batch_size(batch, cut.resolve(ranks))
-        return cut
+        is_default = microbatches == plan.default_microbatches
+        fitted = replace(plan, microbatches=None if is_default else microbatches)
+        micro_batch_size(batch, fitted.resolve(ranks))
+        return fitted
     return None
