@@ -41,22 +41,22 @@ def build_op_times(cluster: Cluster, host: CpuHost, flops: float, memory_Bps: fl
 
     They are guessed if nothing is measured.
     """
-    found = {
+    measured = {
         threads: _measured_op_times(cluster, threads) for threads in {pace.threads for pace in cluster.paces}
     }
-    if not found:
+    if not measured:
         return _on_shared_cores(
             guess_op_times(flops * host.crowd, memory_Bps * host.crowd, CPU.start_cycles / host.clock_Hz),
             host.crowd,
         )
-    few, many = (
-        max((t for t in found if t <= host.threads), default=min(found)),
-        min((t for t in found if t >= host.threads), default=max(found)),
+    fewer, more = (
+        max((t for t in measured if t <= host.threads), default=min(measured)),
+        min((t for t in measured if t >= host.threads), default=max(measured)),
     )
-    if few == many:
-        return _on_shared_cores(found[few], host.crowd)
-    share = (host.threads - few) / (many - few)
-    return _on_shared_cores(blend(found[few], found[many], share), host.crowd)
+    if fewer == more:
+        return _on_shared_cores(measured[fewer], host.crowd)
+    share = (host.threads - fewer) / (more - fewer)
+    return _on_shared_cores(blend(measured[fewer], measured[more], share), host.crowd)
 
 
 def _measured_op_times(cluster: Cluster, threads: int) -> OpTimeTable:
@@ -64,14 +64,14 @@ def _measured_op_times(cluster: Cluster, threads: int) -> OpTimeTable:
     return OpTimeTable({pace.operation: tuple(zip(pace.sizes, pace.seconds, strict=True)) for pace in rows})
 
 
-def _on_shared_cores(paces: OpTimeTable, crowd: float) -> OpTimeTable:
+def _on_shared_cores(op_times: OpTimeTable, crowd: float) -> OpTimeTable:
     """Return the times on a shared core: ranks take turns, and find the caches filled by others."""
-    times = crowd * CPU.turns if crowd > 1 else 1.0
+    slowdown = crowd * CPU.turns if crowd > 1 else 1.0
     tables = {
-        kind: tuple((size, seconds * times) for size, seconds in table)
-        for kind, table in paces.tables.items()
+        kind: tuple((size, seconds * slowdown) for size, seconds in table)
+        for kind, table in op_times.tables.items()
     }
-    return OpTimeTable(tables, paces.measured)
+    return OpTimeTable(tables, op_times.measured)
 
 
 def build_engine_costs(cluster: Cluster, host: CpuHost) -> dict[str, dict[int, OverheadCosts]]:
