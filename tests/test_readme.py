@@ -32,9 +32,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "command", [line.partition("#")[0].strip() for line in blocks("README.md")["commands"].splitlines()]
-)
+README, TOUR = blocks("README.md"), blocks("docs/tour.md")
+COMMANDS = [*README["commands"].splitlines(), *TOUR["planning"].splitlines(), *TOUR["training"].splitlines()]
+
+
+@pytest.mark.parametrize("command", [line.partition("#")[0].strip() for line in COMMANDS])
 def test_the_tour(command, folder):
     """In their order: some go on with what others left. The first is cold, as are those of other launchers."""
     program, *words = shlex.split(command)
@@ -51,7 +53,7 @@ def test_what_the_tour_leaves(folder):
 
 
 def test_the_loop_that_the_caller_owns(folder):
-    (folder / "own.py").write_text(blocks("README.md")["own.py"])
+    (folder / "own.py").write_text(README["own.py"])
     assert "Ended(" in run("python own.py", folder)
 
 
