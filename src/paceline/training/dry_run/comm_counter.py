@@ -64,8 +64,8 @@ FSDP_RECORD = re.compile(r"FSDP::\w+( \((?P<module>.*)\))?$")
 class CommCounter(TorchDispatchMode):
     """Counts what this rank sends inside a `with` block.
 
-    Enter it around whole steps, and after the first step, in which engines settle. The data degree of `plan`
-    is known. `model` is without wrappers.
+    Enter it around whole steps, and after the first step, in which engines settle. `model` is without
+    wrappers.
     """
 
     def __init__(self, model: nn.Module, plan: ResolvedPlan):

@@ -41,7 +41,7 @@ class IdenticalPlace:
 def find_identical_places(
     plan: ResolvedPlan, layout: Layout, analysis: ModelAnalysis
 ) -> list[IdenticalPlace]:
-    """Return, for each place of `plan`, the first identical place. The data degree of `plan` is known.
+    """Return, for each place of `plan`, the first identical place.
 
     Stages between the first and the last are identical if they run the same operations on the same shapes,
     with the same parameters split the same way. No places are identical under schedules that compute
