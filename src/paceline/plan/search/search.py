@@ -197,7 +197,7 @@ def _rejected(split: WorkSplit, values: tuple[float, ...], limit_bytes: float) -
 def enumerate_splits(facts: ModelFacts, ranks: int, per_node: int, batch: int) -> Iterator[WorkSplit]:
     """Yield every split. tp stays in a node, where its all-reduces are fast.
 
-    Cp, data and pipeline ranks follow at growing distances (`ResolvedPlan.place`).
+    The ranks of cp, dp and pp follow at growing distances (`ResolvedPlan.place`).
     """
     for tp in facts.tp_degrees:
         if ranks % tp or tp > per_node:
