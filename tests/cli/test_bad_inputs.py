@@ -54,21 +54,21 @@ def find_mistakes(
     words, parts, status = case if len(case) == 3 else (*case, 2)
     before = tree(here)
     result = run(*shlex.split(words), at=here, timeout_s=120)
-    said = result.out + result.err
+    output = result.out + result.err
     sentence = result.err.startswith("paceline: ") and result.err.count("\n") == 1
-    found = [f"exit status {result.status}, not {status}"] if result.status != status else []
-    found += [f"no {part!r}" for part in parts.split("|") if part not in said]
-    found += ["a traceback"] if "Traceback (most recent call last)" in said else []
-    found += (
-        ["not one sentence"] if status and not (sentence or USAGE_ERROR in said or not result.err) else []
+    mistakes = [f"exit status {result.status}, not {status}"] if result.status != status else []
+    mistakes += [f"no {part!r}" for part in parts.split("|") if part not in output]
+    mistakes += ["a traceback"] if "Traceback (most recent call last)" in output else []
+    mistakes += (
+        ["not one sentence"] if status and not (sentence or USAGE_ERROR in output or not result.err) else []
     )
-    found += [f"left behind: {path.relative_to(here)}" for path in sorted(tree(here) - before)]
-    return [*found, result.all] if found else []
+    mistakes += [f"left behind: {path.relative_to(here)}" for path in sorted(tree(here) - before)]
+    return [*mistakes, result.all] if mistakes else []
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0][:80].encode("unicode_escape").decode())
 def test_a_bad_input(case, here):
-    assert not (found := find_mistakes(case, here, paceline)), "\n".join(found)
+    assert not (mistakes := find_mistakes(case, here, paceline)), "\n".join(mistakes)
 
 
 @pytest.mark.slow
@@ -79,4 +79,4 @@ def test_some_bad_inputs_in_new_processes(here):
         return paceline(*words, at=at, timeout_s=timeout_s, program=PACELINE)
 
     for case in random.sample(CASES, 30):
-        assert not (found := find_mistakes(case, here, cold)), f"{case[0][:200]}\n" + "\n".join(found)
+        assert not (mistakes := find_mistakes(case, here, cold)), f"{case[0][:200]}\n" + "\n".join(mistakes)

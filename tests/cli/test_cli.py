@@ -227,10 +227,10 @@ def test_completion(typed, offered, tmp_path):
         "COMP_WORDS": f"paceline {typed}",
         "COMP_CWORD": str(len(words)),
     }
-    found = subprocess.run(
+    completed = subprocess.run(
         [SCRIPT], cwd=tmp_path, env=environment(**completion), capture_output=True, text=True, timeout=60
     )
-    assert found.stdout.split() == offered, found.stderr
+    assert completed.stdout.split() == offered, completed.stderr
 
 
 def test_completion_can_be_installed(tmp_path):
@@ -240,8 +240,8 @@ def test_completion_can_be_installed(tmp_path):
         "-c",
         f"{shlex.quote(str(SCRIPT))} --show-completion; true",
     ]  # it detects the shell that started it
-    found = subprocess.run(typed, env=home, capture_output=True, text=True, timeout=60)
-    assert "_PACELINE_COMPLETE=complete_bash" in found.stdout, found.stderr
+    completed = subprocess.run(typed, env=home, capture_output=True, text=True, timeout=60)
+    assert "_PACELINE_COMPLETE=complete_bash" in completed.stdout, completed.stderr
 
 
 # A run and its files
@@ -439,13 +439,15 @@ def test_exported_weights_load_into_the_model(trained, tmp_path):
     file = tmp_path / "w.safetensors"
     result = succeed("export", at / "r", file, at=tmp_path)
     assert re.fullmatch(rf"{file}: \d+ tensors, \S+ elements, \S+ KiB, of {at}/r/ckpt/step_12\n", result.out)
-    found = load_file(file)
+    weights_found = load_file(file)
     model = load_task(f"{at}/my.py:Tied", {"width": 10, "dropout": 0.1}).model()
-    model.load_state_dict(found, strict=True)
-    assert found["up.weight"].equal(found["down.weight"]), "a tied weight has both of its names"
+    model.load_state_dict(weights_found, strict=True)
+    assert weights_found["up.weight"].equal(weights_found["down.weight"]), (
+        "a tied weight has both of its names"
+    )
     for name, tensor in named_tensors(model).items():
-        assert tensor.equal(found[name])
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        assert tensor.equal(weights_found[name])
+    assert {name: tuple(tensor.shape) for name, tensor in weights_found.items()} == {
         k: tuple(v.shape) for k, v in model.state_dict().items()
     }
 

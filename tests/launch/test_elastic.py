@@ -52,7 +52,7 @@ ASKED = (
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same training on one process."""
     at = tmp_path_factory.mktemp("alone")
     write_task(at)
@@ -61,7 +61,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     with slurm.cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 
@@ -72,22 +72,22 @@ def is_open(port: int) -> bool:
     return False
 
 
-def is_undisturbed(run: Path, alone: Path) -> None:
+def is_undisturbed(run: Path, reference: Path) -> None:
     """Assert that the losses equal those of one process. Of repeated steps the last event counts."""
     losses = {step.step: step.loss for step in of_kind(run, Step)}
     assert [losses[step] for step in range(1, 61)] == pytest.approx(
-        [step.loss for step in of_kind(alone, Step)], rel=1e-10
+        [step.loss for step in of_kind(reference, Step)], rel=1e-10
     )
 
 
 def process(run: Path, kind: str, rank: int | None = None) -> psutil.Process:
     """Return the process of a rank or of an agent of a run."""
-    for found in psutil.process_iter():
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if found.cmdline()[1:5] == ["-m", "paceline", kind, str(run)]:
-                own = found.environ()
+            if process.cmdline()[1:5] == ["-m", "paceline", kind, str(run)]:
+                own = process.environ()
                 if rank is None or int(own["RANK" if kind == "rank" else "SLURM_PROCID"]) == rank:
-                    return found
+                    return process
     raise AssertionError(f"there is no {kind} {rank} of {run}")
 
 
@@ -105,7 +105,7 @@ class Agents:
     def start(self) -> None:
         hosts = ",".join(node.address for node in self.nodes) if self.nodes else "localhost,localhost"
         for at in range(2):
-            said = {
+            variables = {
                 "PROCID": at,
                 "NODEID": at,
                 "LOCALID": 0,
@@ -115,7 +115,7 @@ class Agents:
                 "STEP_TASKS_PER_NODE": "1(x2)",
             }
             env = environment(
-                **{f"SLURM_{name}": str(value) for name, value in said.items()},
+                **{f"SLURM_{name}": str(value) for name, value in variables.items()},
                 SLURM_STEP_NODELIST=hosts,
                 SLOW=str(self.folder / "slow"),
                 OMP_NUM_THREADS="1",
@@ -165,62 +165,62 @@ def request(folder: Path) -> None:
 
 @contextlib.contextmanager
 def agents(folder: Path, nodes: list[network.Node] | None = None, **launch: object) -> Iterator[Agents]:
-    there = Agents(folder, nodes)
-    run = RunFolder(there.run)
+    group = Agents(folder, nodes)
+    run = RunFolder(group.run)
     spec, asked = run.request()
     more = {key: launch.pop(key) for key in list(launch) if key in type(spec).model_fields}
     run.write_request(spec.model_copy(update=more), asked.model_copy(update=launch))
-    there.start()
+    group.start()
     try:
-        yield there
+        yield group
     finally:
-        for left in marked(there.mark):
+        for left in marked(group.mark):
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
-        for agent in there.processes:
+        for agent in group.processes:
             agent.communicate()
 
 
 @pytest.mark.slow
-def test_a_killed_rank_restarts_all_ranks(alone: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_restarts_all_ranks(reference: Path, tmp_path: Path) -> None:
     """The second failure has no restart left and is reported once. Weights equal those of an undisturbed training."""
-    with agents(tmp_path) as there:
-        there.until(lambda: RunFolder(there.run).checkpoints() != [], "saved")
-        process(there.run, "rank", 1).kill()
-        there.until(lambda: len(of_kind(there.run, Started)) == 2, "again")
-        again = of_kind(there.run, Started)[-1]
-        there.until(lambda: steps_done(there.run) > again.step + 5, "on")
-        process(there.run, "rank", 1).kill()
-        (first, _, said), (second, _, silent) = there.wait()
+    with agents(tmp_path) as group:
+        group.until(lambda: RunFolder(group.run).checkpoints() != [], "saved")
+        process(group.run, "rank", 1).kill()
+        group.until(lambda: len(of_kind(group.run, Started)) == 2, "again")
+        again = of_kind(group.run, Started)[-1]
+        group.until(lambda: steps_done(group.run) > again.step + 5, "on")
+        process(group.run, "rank", 1).kill()
+        (first, _, message), (second, _, silent) = group.wait()
     assert (first, second, silent) == (2, 2, "")
-    assert said.startswith("paceline: rank 1 "), said
-    assert "killed by SIGKILL, after step " in said
-    assert said.count("paceline: ") == 1
-    [restarted] = [event for event in of_kind(there.run, Failed) if event.what == "node"]
+    assert message.startswith("paceline: rank 1 "), message
+    assert "killed by SIGKILL, after step " in message
+    assert message.count("paceline: ") == 1
+    [restarted] = [event for event in of_kind(group.run, Failed) if event.what == "node"]
     assert restarted.message.startswith(f"rank 1 on {platform.node()} was killed by SIGKILL, after step ")
     assert "; all ranks are restarted on 2 nodes: " in restarted.message
     assert (again.plan, again.ranks) == ("zero1", 2)
     (tmp_path / "slow").unlink()
     succeed("resume", "r", "--nodes", "1", "--restarts", "0", at=tmp_path)
-    is_undisturbed(there.run, alone)
+    is_undisturbed(group.run, reference)
 
 
 @pytest.mark.slow
 def test_a_lost_store_of_the_agents_is_reported(tmp_path: Path) -> None:
     """The store ends with the first agent. Its ranks ask the others to save."""
-    with agents(tmp_path) as there:
-        there.until(lambda: steps_done(there.run) >= 6, "at step 6")
-        there.processes[0].kill()
-        (_, _, _), (status, _, said) = there.wait(40)
-        there.until(lambda: not [left for left in marked(there.mark) if left.is_running()], "all ended")
-    assert status == 2, said
-    assert said.startswith("paceline: node "), said
-    assert " lost the connection to node localhost, where the agents meet; continue from step " in said
-    assert said.count("\n") == 1
+    with agents(tmp_path) as group:
+        group.until(lambda: steps_done(group.run) >= 6, "at step 6")
+        group.processes[0].kill()
+        (_, _, _), (status, _, message) = group.wait(40)
+        group.until(lambda: not [left for left in marked(group.mark) if left.is_running()], "all ended")
+    assert status == 2, message
+    assert message.startswith("paceline: node "), message
+    assert " lost the connection to node localhost, where the agents meet; continue from step " in message
+    assert message.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_torchrun_continues_on_fewer_nodes(alone: Path, tmp_path: Path) -> None:
+def test_torchrun_continues_on_fewer_nodes(reference: Path, tmp_path: Path) -> None:
     write_task(tmp_path)
     request(tmp_path)
     slow, run = slow_down(tmp_path / "slow", 0.01), tmp_path / "r"
@@ -257,42 +257,42 @@ def test_torchrun_continues_on_fewer_nodes(alone: Path, tmp_path: Path) -> None:
         result = first.wait()
     assert result.status == 0, result.all
     assert [(event.ranks, event.plan) for event in of_kind(run, Started)] == [(2, "zero1"), (1, "single")]
-    is_undisturbed(run, alone)
+    is_undisturbed(run, reference)
 
 
 @pytest.mark.slow
 @pytest.mark.network
 class TestNetwork:
-    def test_a_cut_link(self, alone: Path, tmp_path: Path) -> None:
+    def test_a_cut_link(self, reference: Path, tmp_path: Path) -> None:
         """No process is notified: the ranks time out, and continue on the node of the store."""
-        with network.nodes(2) as nodes, agents(tmp_path, nodes, least_nodes=1, timeout_s=6.0) as there:
-            there.until(lambda: steps_done(there.run) >= 6, "at step 6")
+        with network.nodes(2) as nodes, agents(tmp_path, nodes, least_nodes=1, timeout_s=6.0) as group:
+            group.until(lambda: steps_done(group.run) >= 6, "at step 6")
             network._do(f"ip -n {nodes[1].name} link set {network.DEVICE} down")
-            there.until(lambda: len(of_kind(there.run, Started)) == 2, "again", 60)
+            group.until(lambda: len(of_kind(group.run, Started)) == 2, "again", 60)
             (tmp_path / "slow").unlink()
-            (first, out, err), (second, _, lost) = there.wait()
+            (first, out, err), (second, _, lost) = group.wait()
         assert (first, err) == (0, "")
         assert second == 2
         assert (
             lost
             == f"paceline: node {nodes[1].name} ends: it could not reach node {nodes[0].address}, where the agents meet, for 20 s\n"
         )
-        [said] = [event for event in of_kind(there.run, Failed) if event.what == "node"]
-        assert said.message.startswith(f"node {nodes[1].name} with rank 1 was lost, after step "), said
-        assert out.count(said.message) >= 1
-        assert [(event.ranks, event.plan) for event in of_kind(there.run, Started)] == [
+        [failure] = [event for event in of_kind(group.run, Failed) if event.what == "node"]
+        assert failure.message.startswith(f"node {nodes[1].name} with rank 1 was lost, after step "), failure
+        assert out.count(failure.message) >= 1
+        assert [(event.ranks, event.plan) for event in of_kind(group.run, Started)] == [
             (2, "zero1"),
             (1, "single"),
         ]
-        is_undisturbed(there.run, alone)
+        is_undisturbed(group.run, reference)
 
 
 @pytest.mark.slow
 @pytest.mark.slurm
 class TestSlurm:
-    def submit(self, there: Slurm, folder: Path, *words: str) -> str:
+    def submit(self, cluster: Slurm, folder: Path, *words: str) -> str:
         write_task(folder)
-        env = environment(OMP_NUM_THREADS="1", SLOW=str(slow_down(folder / "slow", 0.02)), **there.env)
+        env = environment(OMP_NUM_THREADS="1", SLOW=str(slow_down(folder / "slow", 0.02)), **cluster.env)
         command = [
             *PACELINE,
             "submit",
@@ -311,68 +311,68 @@ class TestSlurm:
         )
         return done.stdout.split()[-1]
 
-    def test_a_lost_node(self, there: Slurm, alone: Path, tmp_path: Path) -> None:
+    def test_a_lost_node(self, cluster: Slurm, reference: Path, tmp_path: Path) -> None:
         """The job continues on the other node, with the losses of an undisturbed training."""
         run = tmp_path / "r"
-        job = self.submit(there, tmp_path, "--nodes", "1:2", "--restarts", "2")
+        job = self.submit(cluster, tmp_path, "--nodes", "1:2", "--restarts", "2")
         until(lambda: steps_done(run) >= 6, "at step 6", run)
-        there.lose("n2")
+        cluster.lose("n2")
         try:
             until(lambda: len(of_kind(run, Started)) == 2, "again", run)
             (tmp_path / "slow").unlink()
-            there.until_state(job, "COMPLETED")
+            cluster.until_state(job, "COMPLETED")
         finally:
-            there.bring_back("n2")
-        [said] = [event for event in of_kind(run, Failed) if event.what == "node"]
-        assert said.message.startswith("node n2 with rank ")
-        assert said.message.endswith("all ranks are restarted on 1 node: n1")
+            cluster.bring_back("n2")
+        [failure] = [event for event in of_kind(run, Failed) if event.what == "node"]
+        assert failure.message.startswith("node n2 with rank ")
+        assert failure.message.endswith("all ranks are restarted on 1 node: n1")
         log = (run / f"slurm-{job}.out").read_text()
-        assert said.message in log
+        assert failure.message in log
         assert "Traceback" not in log
         assert [(event.ranks, event.plan) for event in of_kind(run, Started)] == [(2, "zero1"), (1, "single")]
-        is_undisturbed(run, alone)
+        is_undisturbed(run, reference)
 
-    def test_fewer_nodes_than_the_least(self, there: Slurm, tmp_path: Path) -> None:
+    def test_fewer_nodes_than_the_least(self, cluster: Slurm, tmp_path: Path) -> None:
         run = tmp_path / "r"
-        job = self.submit(there, tmp_path, "--nodes", "2", "--restarts", "2", "--timeout", "6")
+        job = self.submit(cluster, tmp_path, "--nodes", "2", "--restarts", "2", "--timeout", "6")
         until(lambda: steps_done(run) >= 6, "at step 6", run)
-        there.lose("n2")
+        cluster.lose("n2")
         try:
-            there.until_state(job, "FAILED")
+            cluster.until_state(job, "FAILED")
         finally:
-            there.bring_back("n2")
+            cluster.bring_back("n2")
         log = (run / f"slurm-{job}.out").read_text()
         assert log.count("paceline: ") == 1, log
         assert "n2" in log.partition("paceline: ")[2]
         assert "a restart requires at least 2 nodes; continue from step " in log
         assert "Traceback" not in log
 
-    def test_a_lost_first_node(self, there: Slurm, alone: Path, tmp_path: Path) -> None:
+    def test_a_lost_first_node(self, cluster: Slurm, reference: Path, tmp_path: Path) -> None:
         """The job script and the store are lost with it, so the whole job is requeued."""
         run = tmp_path / "r"
-        job = self.submit(there, tmp_path, "--nodes", "1:2", "--restarts", "2")
+        job = self.submit(cluster, tmp_path, "--nodes", "1:2", "--restarts", "2")
         until(lambda: steps_done(run) >= 6, "at step 6", run)
-        there.lose("n1")
+        cluster.lose("n1")
         (tmp_path / "slow").unlink()
-        until(lambda: there.state(job) != "RUNNING", "queued again", run)
-        there.bring_back("n1")
-        until(lambda: there.state(job) == "COMPLETED", "completed", run)
+        until(lambda: cluster.state(job) != "RUNNING", "queued again", run)
+        cluster.bring_back("n1")
+        until(lambda: cluster.state(job) == "COMPLETED", "completed", run)
         assert of_kind(run, Ended)[-1].reason == "done"
-        is_undisturbed(run, alone)
+        is_undisturbed(run, reference)
 
-    def test_a_job_saves_at_its_time_limit(self, there: Slurm, alone: Path, tmp_path: Path) -> None:
+    def test_a_job_saves_at_its_time_limit(self, cluster: Slurm, reference: Path, tmp_path: Path) -> None:
         run = tmp_path / "r"
-        job = self.submit(there, tmp_path, "--nodes", "2", "--restarts", "2")
+        job = self.submit(cluster, tmp_path, "--nodes", "2", "--restarts", "2")
         until(lambda: steps_done(run) >= 6, "at step 6", run)
-        there.run("scancel", "--signal=USR1", "--batch", job)
-        there.until_state(job, "PENDING")
+        cluster.run("scancel", "--signal=USR1", "--batch", job)
+        cluster.until_state(job, "PENDING")
         assert of_kind(run, Ended)[-1].reason == "stopped"
         (tmp_path / "slow").unlink()
-        there.until_state(job, "COMPLETED", timeout_s=120)
+        cluster.until_state(job, "COMPLETED", timeout_s=120)
         assert not of_kind(run, Failed)
-        is_undisturbed(run, alone)
+        is_undisturbed(run, reference)
 
-    def test_train_in_an_allocation(self, there: Slurm, tmp_path: Path) -> None:
+    def test_train_in_an_allocation(self, cluster: Slurm, tmp_path: Path) -> None:
         write_task(tmp_path)
         inside = ("salloc", "--quiet", "--nodes=2", "--no-kill", *PACELINE)
         words = (
@@ -389,19 +389,19 @@ class TestSlurm:
             "1",
         )
         result = paceline(
-            *words, "--run-dir", "r", at=tmp_path, program=inside, OMP_NUM_THREADS="1", **there.env
+            *words, "--run-dir", "r", at=tmp_path, program=inside, OMP_NUM_THREADS="1", **cluster.env
         )
         assert result.status == 0, result.all
         assert [event.ranks for event in of_kind(tmp_path / "r", Started)] == [2]
 
-    def test_the_commands_of_the_page(self, there: Slurm, tmp_path: Path) -> None:
+    def test_the_commands_of_the_page(self, cluster: Slurm, tmp_path: Path) -> None:
         env = environment(
-            OMP_NUM_THREADS="1", **there.env | {"PATH": f"{Path(sys.executable).parent}:{slurm.PATH}"}
+            OMP_NUM_THREADS="1", **cluster.env | {"PATH": f"{Path(sys.executable).parent}:{slurm.PATH}"}
         )
         for line in blocks("docs/slurm.md")["lost"].splitlines():
             subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, check=True, timeout=60)
         run = tmp_path / "runs/a"
         until(lambda: of_kind(run, Started) != [], "started", run)
-        there.run("scancel", "--user=root")
-        until(lambda: there.run("squeue", "-h") == "", "out of the queue", run)
+        cluster.run("scancel", "--user=root")
+        until(lambda: cluster.run("squeue", "-h") == "", "out of the queue", run)
         assert "#SBATCH --nodes=1-2\n" in (run / "job.sh").read_text()

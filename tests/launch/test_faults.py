@@ -69,9 +69,9 @@ def test_out_of_memory_on_one_rank_ends_all(program: tuple[str, ...], tmp_path: 
         result = running.wait(30)
         running.until_all_ended(10)
     assert result.status != 0
-    [said] = [event for event in of_kind(run, Failed) if not event.lost_peer]
-    assert said.rank == 1
-    assert "can't allocate memory" in said.message
+    [failure] = [event for event in of_kind(run, Failed) if not event.lost_peer]
+    assert failure.rank == 1
+    assert "can't allocate memory" in failure.message
     if program == PACELINE:
         assert result.status == 2, result.all
         assert result.err.startswith("paceline: rank 1: loss() raised RuntimeError: "), result.all

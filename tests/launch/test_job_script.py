@@ -79,7 +79,7 @@ def test_every_field_changes_the_script():
         replace(JOB, python="/bin/python"),
     ]
     assert len({render(job, Site()) for job in [JOB, *others]}) == 5
-    said = {
+    values = {
         "conda": "a",
         "interface": "ib1",
         "environment": {"A": "1"},
@@ -87,7 +87,9 @@ def test_every_field_changes_the_script():
         "container": "i.sif",
         "log": "%j.log",
     }
-    assert len({render(JOB, Site.model_validate({name: value})) for name, value in said.items()}) == len(said)
+    assert len({render(JOB, Site.model_validate({name: value})) for name, value in values.items()}) == len(
+        values
+    )
 
 
 def test_a_virtual_environment_provides_python():
@@ -106,11 +108,11 @@ def site(tmp_path: Path, text: str) -> Site:
 
 
 def test_a_site_file(tmp_path):
-    found = site(
+    loaded = site(
         tmp_path,
         'partition = "gpu"\nmodules = ["cuda/12.4"]\nsbatch = ["--exclusive"]\n[environment]\nA = "1"\n',
     )
-    assert found == Site(
+    assert loaded == Site(
         partition="gpu", modules=("cuda/12.4",), sbatch=("--exclusive",), environment={"A": "1"}
     )
 
@@ -123,7 +125,7 @@ def test_the_site_file_of_this_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('partiton = "gpu"', "site.toml: unknown key partiton; did you mean partition?"),
         ("gpus_per_node = 0", "site.toml: gpus_per_node must be greater than or equal to 1, got 0"),
@@ -140,10 +142,10 @@ def test_the_site_file_of_this_folder(tmp_path, monkeypatch):
         ("partition =", "is not TOML"),
     ],
 )
-def test_an_invalid_site_file_is_refused(text, said, tmp_path):
+def test_an_invalid_site_file_is_refused(text, message, tmp_path):
     with pytest.raises(SpecError) as error:
         site(tmp_path, text)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -166,8 +168,8 @@ def test_a_container_gets_the_gpus_of_its_node(there: tuple[str, ...], flag: str
     stub.write_text("#!/bin/sh\necho $*\n")
     stub.chmod(0o755)
     program = f"PATH={tmp_path}:$PATH\n{function}in_container echo hello"
-    said = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True).stdout
-    assert said.startswith(f"exec -e {flag} --bind ")
+    output = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True).stdout
+    assert output.startswith(f"exec -e {flag} --bind ")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ FAILING = [
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("alone")
     write_task(folder)
     assert paceline("train", "my.py:Regression", *WORDS, "--run-dir", "run", at=folder).status == 0
@@ -63,14 +63,14 @@ def become(program: tuple[str, ...], folder: Path, *words: str) -> Result:
 @pytest.mark.parametrize("program", LAUNCHERS)
 @pytest.mark.parametrize("plan", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_two_ranks_share_one_run(
-    program: tuple[str, ...], plan: str, tmp_path: Path, alone: list[float]
+    program: tuple[str, ...], plan: str, tmp_path: Path, reference: list[float]
 ) -> None:
     result = become(program, tmp_path, "my.py:Regression", *WORDS, "--plan", plan)
     assert result.status == 0, result.all
     (run,) = (tmp_path / "runs").glob("*/")  # no file of the rendezvous remains
     (started,) = of_kind(run, Started)
     assert (started.ranks, started.plan) == (2, plan)
-    assert [step.loss for step in of_kind(run, Step)] == pytest.approx(alone, rel=1e-5)
+    assert [step.loss for step in of_kind(run, Step)] == pytest.approx(reference, rel=1e-5)
     assert isinstance(happened(run)[-1], Ended)
     assert result.all.count("463 parameters") == 1, result.all
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [run.name]
@@ -97,11 +97,11 @@ def test_ranks_other_than_those_started_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resume_under_torchrun(tmp_path: Path, alone: list[float]) -> None:
+def test_resume_under_torchrun(tmp_path: Path, reference: list[float]) -> None:
     write_task(tmp_path)
     words = [word if word != "12" else "7" for word in WORDS]
     assert paceline("train", "my.py:Regression", *words, "--run-dir", "run", at=tmp_path).status == 0
     resumed = paceline("resume", "run", "--steps", "12", at=tmp_path, program=TORCHRUN, OMP_NUM_THREADS="1")
     assert resumed.status == 0, resumed.all
-    assert [step.loss for step in of_kind(tmp_path / "run", Step)] == pytest.approx(alone, rel=1e-5)
+    assert [step.loss for step in of_kind(tmp_path / "run", Step)] == pytest.approx(reference, rel=1e-5)
     assert os.path.exists(tmp_path / "run/ckpt/step_12")

@@ -89,9 +89,9 @@ def until_saved(running: Running, run: Path) -> None:
 
 def ranks(running: Running) -> dict[int, psutil.Process]:
     return {
-        int(found.environ()["RANK"]): found
-        for found in running.left()
-        if found.cmdline()[1:4] == ["-m", "paceline", "rank"]
+        int(process.environ()["RANK"]): process
+        for process in running.left()
+        if process.cmdline()[1:4] == ["-m", "paceline", "rank"]
     }
 
 
@@ -125,8 +125,8 @@ def test_more_ranks_than_the_cluster_has_cpus(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     request = ("--ranks", str(cores + 1), "--batch", str(cores + 1), "--device", "cpu")
     result = paceline("train", *request, "--launcher", "ray", at=tmp_path, **RAY)
-    said = f"paceline: --ranks must be at most {cores}, the CPUs of the Ray cluster, got {cores + 1}; use --ranks {cores}\n"
-    assert (result.status, result.out, result.err) == (2, "", said)
+    message = f"paceline: --ranks must be at most {cores}, the CPUs of the Ray cluster, got {cores + 1}; use --ranks {cores}\n"
+    assert (result.status, result.out, result.err) == (2, "", message)
     assert not list((tmp_path / "runs").iterdir())
 
 
@@ -177,8 +177,8 @@ def test_a_killed_actor_is_reported(tmp_path: Path) -> None:
         assert result.status == 2, result.all
         running.until_all_ended()
     kept = RunFolder(run).checkpoints()[-1]  # its rank has noticed, and all ranks have saved
-    said = f"paceline: rank 1 was lost with its node, after step {kept}; continue from step {kept} with: paceline resume r\n"
-    assert result.err.startswith(said), result.all
+    message = f"paceline: rank 1 was lost with its node, after step {kept}; continue from step {kept} with: paceline resume r\n"
+    assert result.err.startswith(message), result.all
     assert "raylet" not in result.out
 
 
@@ -277,9 +277,9 @@ def test_a_lost_node_is_reported(
         result = running.wait()
         assert result.status == 2, result.all
         running.until_all_ended()
-    told, cause, *_ = result.err.splitlines()
+    refusal, cause, *_ = result.err.splitlines()
     assert (
-        told
+        refusal
         == "paceline: not restarted: --ranks must be at most 1, the CPUs of the Ray cluster, got 2; use --ranks 1"
     ), result.all
     assert cause.startswith("paceline: rank 1 was lost with its node, after step"), result.all
@@ -302,8 +302,8 @@ def test_ranks_of_a_node_are_consecutive_and_see_its_gpus() -> None:
     ]
     order = order_by_node(given, first_node="b")
     assert order == [(1, ["0", "1"]), (3, ["0", "1"]), (0, ["2", "0"]), (2, ["2", "0"])]
-    told = build_rank_environments([given[at].node for at, _ in order], "10.0.0.1", 1234, "digits", 2)
-    worlds = [read_world(environ) for environ in told]
+    environments = build_rank_environments([given[at].node for at, _ in order], "10.0.0.1", 1234, "digits", 2)
+    worlds = [read_world(environ) for environ in environments]
     assert [(who.rank, who.local_rank, who.local_size) for who in worlds] == [
         (0, 0, 2),
         (1, 1, 2),

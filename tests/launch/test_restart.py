@@ -68,22 +68,22 @@ def test_a_process_is_identified_by_its_id_and_birth(
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: true(process) + offset_s)
     run = RunFolder(tmp_path)
     with HeartbeatWriter(run, 0, 1, 60.0, 60.0):
-        while not (found := rank_state.read_heartbeats(run)):
+        while not (beats := rank_state.read_heartbeats(run)):
             time.sleep(0.01)
-        [its] = found
-        assert its is not None
-        assert rank_state.find_state(its) == "runs"
+        [beat] = beats
+        assert beat is not None
+        assert rank_state.find_state(beat) == "runs"
         with subprocess.Popen(["sleep", "600"]) as another:  # as if the id were reused
-            assert rank_state.find_state(replace(its, pid=another.pid)) == "gone"
+            assert rank_state.find_state(replace(beat, pid=another.pid)) == "gone"
             assert (
                 rank_state.find_state(
-                    replace(its, pid=another.pid, birth=heartbeat.process_birth(another.pid))
+                    replace(beat, pid=another.pid, birth=heartbeat.process_birth(another.pid))
                 )
                 == "runs"
             )
             another.kill()
             another.wait()
-            assert rank_state.find_state(replace(its, pid=another.pid)) == "gone"
+            assert rank_state.find_state(replace(beat, pid=another.pid)) == "gone"
 
 
 # Ranks that exit with 0 before the training is over, in several ways

@@ -46,7 +46,7 @@ ASKED = (
 
 
 @pytest.fixture(scope="module")
-def there(tmp_path_factory):
+def slurm(tmp_path_factory):
     with cluster(tmp_path_factory.mktemp("slurm")) as slurm:
         yield slurm
 
@@ -59,9 +59,9 @@ def submit(slurm: Slurm, folder: Path, *words: str, **env: str) -> str:
     )  # without the mark of a command, which the job would inherit
     command = [*PACELINE, "submit", "my.py:Regression", *ASKED, *words]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
-    found = re.fullmatch(r"\S+: job (\d+)\n", done.stdout)
-    assert found, done.stdout + done.stderr
-    return found[1]
+    match = re.fullmatch(r"\S+: job (\d+)\n", done.stdout)
+    assert match, done.stdout + done.stderr
+    return match[1]
 
 
 def queue(slurm: Slurm) -> str:
@@ -70,7 +70,7 @@ def queue(slurm: Slurm) -> str:
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("ranks_per_node", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, there, tmp_path):
+def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, slurm, tmp_path):
     """On two nodes, with the same losses as one process, exactly to the requested last step."""
     slow, run = slow_down(tmp_path / "slow", 0.05 * ranks_per_node), tmp_path / "runs/a"
     words = (
@@ -85,27 +85,27 @@ def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, there, tmp_
         "--run-dir",
         "runs/a",
     )
-    job = submit(there, tmp_path, *words, SLOW=str(slow))
-    assert "; not started yet\n" in succeed("status", "runs/a", at=tmp_path, **there.env).out
+    job = submit(slurm, tmp_path, *words, SLOW=str(slow))
+    assert "; not started yet\n" in succeed("status", "runs/a", at=tmp_path, **slurm.env).out
     until(lambda: steps_done(run) >= 3, "at step 3", run)
-    now = succeed("status", "runs/a", at=tmp_path, **there.env)
+    now = succeed("status", "runs/a", at=tmp_path, **slurm.env)
     assert re.fullmatch(
         rf"runs/a: job {job} RUNNING on n\[1-2\], 00:\d\d:\d\d of 00:10:00; step \d+ of 24, loss \d\.\d+, [\d.]+ samples/s\n",
         now.out,
     )
-    there.run("scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1@120 does before the time limit
-    there.until_state(job, "PENDING")
+    slurm.run("scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1@120 does before the time limit
+    slurm.until_state(job, "PENDING")
     [stopped] = of_kind(run, Ended)
     assert stopped.reason == "stopped"
     assert 3 <= stopped.step < 24
     slow_down(slow, 0.0)
-    there.until_state(job, "COMPLETED", timeout_s=120)
+    slurm.until_state(job, "COMPLETED", timeout_s=120)
     assert [start.step for start in of_kind(run, Started)] == [0, stopped.step]
     assert [event.step for event in of_kind(run, Step)] == [*range(1, 25)], "no step twice, none left out"
     assert of_kind(run, Ended)[-1].reason == "done"
     assert (
         f"job {job} is queued again"
-        in succeed("logs", "runs/a", at=tmp_path, program=PACELINE, **there.env).out
+        in succeed("logs", "runs/a", at=tmp_path, program=PACELINE, **slurm.env).out
     )
     assert not [path for path in run.iterdir() if path.name.startswith(".")], (
         "no note of a meeting place is left"
@@ -119,61 +119,63 @@ def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, there, tmp_
         return
     # Submitted again by hand, on other nodes, when the training is complete.
     before = happened(run)
-    again = there.run("sbatch", "--parsable", "--nodes=1", "--ntasks-per-node=1", str(run / "job.sh")).strip()
-    there.until_state(again, "COMPLETED")
+    again = slurm.run("sbatch", "--parsable", "--nodes=1", "--ntasks-per-node=1", str(run / "job.sh")).strip()
+    slurm.until_state(again, "COMPLETED")
     assert happened(run) == before
-    said = succeed("status", "runs/a", at=tmp_path, **there.env).out
-    assert said.startswith(f"runs/a: job {again} COMPLETED; done at step 24, loss ")
+    message = succeed("status", "runs/a", at=tmp_path, **slurm.env).out
+    assert message.startswith(f"runs/a: job {again} COMPLETED; done at step 24, loss ")
 
 
-def assert_queried_once(at: Path, there: Slurm, *runs: tuple[str, str, str]) -> None:
+def assert_queried_once(at: Path, slurm: Slurm, *runs: tuple[str, str, str]) -> None:
     """Assert that the status of several runs takes one query of Slurm. `runs`: name, job and state."""
     (at / "bin").mkdir()
-    scontrol = shutil.which("scontrol", path=there.env.get("PATH"))
+    scontrol = shutil.which("scontrol", path=slurm.env.get("PATH"))
     (at / "bin/scontrol").write_text(f'#!/bin/sh\necho "$@" >> {at}/asked\nexec {scontrol} "$@"\n')
     (at / "bin/scontrol").chmod(0o755)
-    path = f"{at}/bin:{there.env.get('PATH', os.environ['PATH'])}"
-    said = succeed("status", at=at, **there.env | {"PATH": path}).out
+    path = f"{at}/bin:{slurm.env.get('PATH', os.environ['PATH'])}"
+    message = succeed("status", at=at, **slurm.env | {"PATH": path}).out
     for name, job, state in runs:
-        assert re.search(rf"^runs/{name}: job {job} {state}", said, re.MULTILINE), said
+        assert re.search(rf"^runs/{name}: job {job} {state}", message, re.MULTILINE), message
     assert len((at / "asked").read_text().splitlines()) == 1
 
 
 @pytest.mark.slurm
-def test_cancel_a_job(there, tmp_path):
+def test_cancel_a_job(slurm, tmp_path):
     """A running job saves first; a pending job is removed from the queue."""
     slow, run = slow_down(tmp_path / "slow", 0.02), tmp_path / "runs/a"
-    job = submit(there, tmp_path, "--time", "10", "--run-dir", "runs/a", SLOW=str(slow))
-    waiting = submit(there, tmp_path, "--nodes", "2", "--ranks-per-node", "4", "--run-dir", "runs/b")
+    job = submit(slurm, tmp_path, "--time", "10", "--run-dir", "runs/a", SLOW=str(slow))
+    waiting = submit(slurm, tmp_path, "--nodes", "2", "--ranks-per-node", "4", "--run-dir", "runs/b")
     until(lambda: steps_done(run) >= 2, "at step 2", run)
     assert re.match(
-        rf"runs/b: job {waiting} PENDING", succeed("status", "runs/b", at=tmp_path, **there.env).out
+        rf"runs/b: job {waiting} PENDING", succeed("status", "runs/b", at=tmp_path, **slurm.env).out
     )
-    assert_queried_once(tmp_path, there, ("a", job, "RUNNING"), ("b", waiting, "PENDING"))
+    assert_queried_once(tmp_path, slurm, ("a", job, "RUNNING"), ("b", waiting, "PENDING"))
     for name, number in (("b", waiting), ("a", job)):
-        said = succeed("cancel", f"runs/{name}", at=tmp_path, **there.env).out
-        assert said == f"runs/{name}: job {number} is cancelled; continue with: sbatch runs/{name}/job.sh\n"
-    there.until_state(job, "CANCELLED")
+        message = succeed("cancel", f"runs/{name}", at=tmp_path, **slurm.env).out
+        assert (
+            message == f"runs/{name}: job {number} is cancelled; continue with: sbatch runs/{name}/job.sh\n"
+        )
+    slurm.until_state(job, "CANCELLED")
     until(lambda: of_kind(run, Ended) != [], "ended", run)
-    there.until_state(waiting, "CANCELLED")
+    slurm.until_state(waiting, "CANCELLED")
     [ended] = of_kind(run, Ended)
     assert ended.reason == "stopped"
     assert weights(run, ended.step)
     assert "queued again" not in (run / f"slurm-{job}.out").read_text()
-    twice = paceline("cancel", "runs/a", at=tmp_path, **there.env)
+    twice = paceline("cancel", "runs/a", at=tmp_path, **slurm.env)
     assert twice.status == 2
     assert (
         twice.err
         == f"paceline: runs/a is not running: stopped at step {ended.step}; continue with: paceline resume runs/a\n"
     )
-    assert paceline("logs", "runs/b", at=tmp_path, **there.env).err == (
+    assert paceline("logs", "runs/b", at=tmp_path, **slurm.env).err == (
         f"paceline: runs/b has no output yet: job {waiting} has not started; see paceline status runs/b\n"
     )
 
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_train_uses_all_nodes_of_an_allocation(there, tmp_path):
+def test_train_uses_all_nodes_of_an_allocation(slurm, tmp_path):
     write_task(tmp_path)
     inside = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", *PACELINE)
     words = (
@@ -195,13 +197,13 @@ def test_train_uses_all_nodes_of_an_allocation(there, tmp_path):
         program=inside,
         OMP_NUM_THREADS="1",
         SLOW=str(slow_down(tmp_path / "slow", 0.01)),
-        **there.env,
+        **slurm.env,
     ) as running:
         running.until_step(tmp_path / "r", 2)
         process = next(
-            found
-            for found in running.left()
-            if "train" in found.cmdline() and "salloc" not in found.cmdline()
+            process
+            for process in running.left()
+            if "train" in process.cmdline() and "salloc" not in process.cmdline()
         )
         process.terminate()
         result = running.wait()
@@ -213,10 +215,10 @@ def test_train_uses_all_nodes_of_an_allocation(there, tmp_path):
 
 
 @pytest.mark.slurm
-def test_an_allocation_with_too_few_nodes_is_refused(there, tmp_path):
+def test_an_allocation_with_too_few_nodes_is_refused(slurm, tmp_path):
     write_task(tmp_path)
     inside = ("salloc", "--quiet", "--nodes=1", *PACELINE)
-    result = paceline("train", "my.py:Regression", "--nodes", "2", at=tmp_path, program=inside, **there.env)
+    result = paceline("train", "my.py:Regression", "--nodes", "2", at=tmp_path, program=inside, **slurm.env)
     assert result.status == 2
     assert re.search(
         r"^paceline: --nodes must be at most 1, the nodes of Slurm job \d+ \(n1\), got 2; use --nodes 1$",
@@ -237,17 +239,17 @@ srun "$@"
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_trainings_of_a_job_array_are_independent(there, tmp_path):
+def test_trainings_of_a_job_array_are_independent(slurm, tmp_path):
     """On the same nodes at the same time, they share no ports, files or folders, although none was specified."""
     write_task(tmp_path)
     (tmp_path / "array.sh").write_text(ARRAY)
-    env = environment(OMP_NUM_THREADS="1", SLOW=str(slow_down(tmp_path / "slow", 0.01)), **there.env)
+    env = environment(OMP_NUM_THREADS="1", SLOW=str(slow_down(tmp_path / "slow", 0.01)), **slurm.env)
     words = ["sbatch", "--parsable", "array.sh", *PACELINE, "train", "my.py:Regression", *ASKED]
     job = subprocess.run(
         words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True
     ).stdout.strip()
     for index in range(2):
-        there.until_state(f"{job}_{index}", "COMPLETED", timeout_s=120)
+        slurm.until_state(f"{job}_{index}", "COMPLETED", timeout_s=120)
     runs = list((tmp_path / "runs").iterdir())
     assert len(runs) == 2, runs
     first, second = ([step.loss for step in of_kind(run, Step)] for run in runs)
@@ -259,11 +261,11 @@ def test_trainings_of_a_job_array_are_independent(there, tmp_path):
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_failing_ranks_print_one_error(there, tmp_path):
+def test_failing_ranks_print_one_error(slurm, tmp_path):
     job = submit(
-        there, tmp_path, "--nodes", "2", "--ranks-per-node", "2", "--set", "widht=3", "--run-dir", "r"
+        slurm, tmp_path, "--nodes", "2", "--ranks-per-node", "2", "--set", "widht=3", "--run-dir", "r"
     )
-    there.until_state(job, "FAILED")
+    slurm.until_state(job, "FAILED")
     log = (tmp_path / f"r/slurm-{job}.out").read_text()
     assert log.count("has no field widht; did you mean width?") == 1, log
     assert "Traceback" not in log
@@ -271,7 +273,7 @@ def test_failing_ranks_print_one_error(there, tmp_path):
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_a_container_and_stage_in(there, tmp_path):
+def test_a_container_and_stage_in(slurm, tmp_path):
     """A script stands in for apptainer; as with -e, it starts only with the variables that are passed in."""
     image, stage = tmp_path / "bin/apptainer", tmp_path / "data.tar"
     image.parent.mkdir()
@@ -287,8 +289,8 @@ def test_a_container_and_stage_in(there, tmp_path):
         f'container = "image.sif"\nscratch = "{tmp_path}/$SLURMD_NODENAME"\nstage_in = "{stage}"\n[environment]\nOMP_NUM_THREADS = "1"\n'
     )
     path = f"{image.parent}:{PATH}"
-    job = submit(there, tmp_path, "--nodes", "2", "--ranks-per-node", "1", "--run-dir", "r", PATH=path)
-    there.until_state(job, "COMPLETED", "FAILED", timeout_s=120)
+    job = submit(slurm, tmp_path, "--nodes", "2", "--ranks-per-node", "1", "--run-dir", "r", PATH=path)
+    slurm.until_state(job, "COMPLETED", "FAILED", timeout_s=120)
     assert of_kind(tmp_path / "r", Ended), next((tmp_path / "r").glob("slurm-*")).read_text()
     assert of_kind(tmp_path / "r", Started)[0].ranks == 2
     assert [(tmp_path / node / "hello").read_text() for node in ("n1", "n2")] == ["hello", "hello"]
@@ -300,40 +302,40 @@ def test_a_container_and_stage_in(there, tmp_path):
 def preflight(folder: Path, *words: str, **env: str) -> tuple[Result, dict[str, list[str]]]:
     """Run preflight. Return its result, and for each check its findings, which start with the verdict."""
     result = paceline(
-        "preflight", "my.py:Regression", *ASKED, *words, "--json", "found.json", at=folder, **env
+        "preflight", "my.py:Regression", *ASKED, *words, "--json", "findings.json", at=folder, **env
     )
-    found: dict[str, list[str]] = {}
-    for one in json.loads((folder / "found.json").read_text()):
-        found.setdefault(one["check"], []).append(f"{one['verdict']}: {one['message']}")
-    return result, found
+    findings: dict[str, list[str]] = {}
+    for entry in json.loads((folder / "findings.json").read_text()):
+        findings.setdefault(entry["check"], []).append(f"{entry['verdict']}: {entry['message']}")
+    return result, findings
 
 
 @pytest.mark.slurm
-def test_preflight_queries_slurm_without_queueing(there, tmp_path):
+def test_preflight_queries_slurm_without_queueing(slurm, tmp_path):
     write_task(tmp_path)
     (tmp_path / "site.toml").write_text('partition = "short"\n')
     words = ("--nodes", "2", "--ranks-per-node", "2", "--precision", "fp32")
-    result, found = preflight(tmp_path, *words, "--time", "00:20:00", SBATCH_QOS="long", **there.env)
+    result, findings = preflight(tmp_path, *words, "--time", "00:20:00", SBATCH_QOS="long", **slurm.env)
     assert result.status == 0, result.all
-    taken, overridden = found["slurm"]
+    taken, overridden = findings["slurm"]
     assert re.match(
         r"passes: Slurm accepts the job: Job \d+ to start at \S+ using 4 processors on nodes n\[1-2\] in partition short$",
         taken,
     )
     assert overridden.startswith("warns: SBATCH_QOS=long overrides the default qos; unset SBATCH_QOS, or ")
-    (time,) = found["time"]
+    (time,) = findings["time"]
     assert re.match(
         r"passes: .* predicted .*: 30 s to start, 24 steps of .*; the limit of the job is 00:20:00$", time
     )
-    _, found = preflight(tmp_path, *words, **there.env)
-    assert found["time"][0].endswith("; the limit of the partition is 00:30:00")
-    assert queue(there) == ""
+    _, findings = preflight(tmp_path, *words, **slurm.env)
+    assert findings["time"][0].endswith("; the limit of the partition is 00:30:00")
+    assert queue(slurm) == ""
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slurm
 @pytest.mark.parametrize(
-    ("site", "words", "said"),
+    ("site", "words", "message"),
     [
         (
             'partition = "shrt"',
@@ -347,15 +349,15 @@ def test_preflight_queries_slurm_without_queueing(there, tmp_path):
         ),
     ],
 )
-def test_preflight_reports_what_slurm_would_refuse(site, words, said, there, tmp_path):
+def test_preflight_reports_what_slurm_would_refuse(site, words, message, slurm, tmp_path):
     write_task(tmp_path)
     (tmp_path / "site.toml").write_text(site)
-    result, found = preflight(tmp_path, *words, **there.env)
+    result, findings = preflight(tmp_path, *words, **slurm.env)
     assert result.status == 2
-    assert found["slurm"] == [said]
-    assert {check for check, lines in found.items() if any(line.startswith("fails") for line in lines)} == {
-        "slurm"
-    }
+    assert findings["slurm"] == [message]
+    assert {
+        check for check, lines in findings.items() if any(line.startswith("fails") for line in lines)
+    } == {"slurm"}
 
 
 # The commands of docs/slurm.md
@@ -363,9 +365,9 @@ def test_preflight_reports_what_slurm_would_refuse(site, words, said, there, tmp
 PAGE = blocks("docs/slurm.md")
 
 
-def commands(name: str, there: Slurm, folder: Path) -> None:
+def commands(name: str, slurm: Slurm, folder: Path) -> None:
     (folder / "site.toml").write_text(PAGE["site.toml"])
-    env = environment(OMP_NUM_THREADS="1", **there.env | {"PATH": f"{Path(sys.executable).parent}:{PATH}"})
+    env = environment(OMP_NUM_THREADS="1", **slurm.env | {"PATH": f"{Path(sys.executable).parent}:{PATH}"})
     for line in PAGE[name].splitlines():
         command = line.partition("#")[0].strip()
         if command.startswith("paceline logs"):
@@ -377,32 +379,32 @@ def commands(name: str, there: Slurm, folder: Path) -> None:
 
 
 @pytest.mark.slurm
-def test_the_commands_of_the_slurm_page(there, tmp_path):
-    commands("commands", there, tmp_path)
-    there.run("scancel", "--user=root")
-    until(lambda: queue(there) == "", "out of the queue", tmp_path / "runs/a")
+def test_the_commands_of_the_slurm_page(slurm, tmp_path):
+    commands("commands", slurm, tmp_path)
+    slurm.run("scancel", "--user=root")
+    until(lambda: queue(slurm) == "", "out of the queue", tmp_path / "runs/a")
     assert "#SBATCH --comment=paceline\n" in (tmp_path / "runs/a/job.sh").read_text()
 
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_the_commands_of_the_slurm_page_in_an_allocation(there, tmp_path):
-    commands("allocation", there, tmp_path)
+def test_the_commands_of_the_slurm_page_in_an_allocation(slurm, tmp_path):
+    commands("allocation", slurm, tmp_path)
     assert [of_kind(run, Started)[0].ranks for run in (tmp_path / "runs").iterdir()] == [2, 2]
 
 
 # Refused requests print one sentence and leave no files
 
 
-def refused(result: Result, folder: Path, said: str) -> None:
+def refused(result: Result, folder: Path, message: str) -> None:
     assert result.status == 2, result.all
-    assert result.err == f"paceline: {said}\n"
+    assert result.err == f"paceline: {message}\n"
     assert not [*folder.glob("runs/*")]
 
 
 @pytest.mark.slurm
 @pytest.mark.parametrize(
-    ("site", "words", "said"),
+    ("site", "words", "message"),
     [
         ('partition = "shrt"', (), "Slurm: Invalid partition name specified: shrt; did you mean short?"),
         (
@@ -430,15 +432,15 @@ def refused(result: Result, folder: Path, said: str) -> None:
         ),
     ],
 )
-def test_jobs_that_slurm_refuses(site, words, said, there, tmp_path):
+def test_jobs_that_slurm_refuses(site, words, message, slurm, tmp_path):
     (tmp_path / "site.toml").write_text(site)
-    before = queue(there)
-    refused(paceline("submit", "digits", *words, at=tmp_path, **there.env), tmp_path, said)
-    assert queue(there) == before
+    before = queue(slurm)
+    refused(paceline("submit", "digits", *words, at=tmp_path, **slurm.env), tmp_path, message)
+    assert queue(slurm) == before
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("digits", "--site", "no.toml"), "cannot read no.toml: No such file or directory"),
         (
@@ -468,22 +470,22 @@ def test_jobs_that_slurm_refuses(site, words, said, there, tmp_path):
         (("digits", "--time", "two hours"), None),
     ],
 )
-def test_requests_that_cannot_be_submitted(words, said, tmp_path):
+def test_requests_that_cannot_be_submitted(words, message, tmp_path):
     """They are refused before any query of Slurm."""
     write_task(tmp_path)
     result = paceline("submit", *words, at=tmp_path)
     refused(
         result,
         tmp_path,
-        said if said is not None else result.err.removeprefix("paceline: ").removesuffix("\n"),
+        message if message is not None else result.err.removeprefix("paceline: ").removesuffix("\n"),
     )
     assert result.err.count("\n") == 1
 
 
 def test_commands_without_slurm(tmp_path):
-    there = {"PATH": str(tmp_path)}
-    said = "there is no sbatch on PATH; submit from a machine with Slurm, or train here with paceline train (--dry-run shows the script)"
-    refused(paceline("submit", "digits", at=tmp_path, **there), tmp_path, said)
+    slurm = {"PATH": str(tmp_path)}
+    message = "there is no sbatch on PATH; submit from a machine with Slurm, or train here with paceline train (--dry-run shows the script)"
+    refused(paceline("submit", "digits", at=tmp_path, **slurm), tmp_path, message)
     result = paceline("train", "digits", "--nodes", "2", at=tmp_path)
     assert "--nodes 2 requires a Slurm allocation; queue the training with paceline submit" in result.err
     assert result.status == 2
@@ -552,8 +554,8 @@ def test_status_and_cancel_of_a_local_training(tmp_path):
     assert re.match(
         r"runs/a: stopped at step \d+; continue with", succeed("status", "runs/a", at=tmp_path).out
     )
-    said = succeed("logs", "runs/a", at=tmp_path, program=PACELINE).out
-    assert re.search(r"step \d+  stopped", said), said
+    message = succeed("logs", "runs/a", at=tmp_path, program=PACELINE).out
+    assert re.search(r"step \d+  stopped", message), message
     assert paceline("cancel", "runs/a", at=tmp_path).status == 2
     (tmp_path / "runs/a/ranks").mkdir(exist_ok=True)
     (tmp_path / "runs/a/ranks/1.restart-2.log").write_text("rank 1 said this\n")
