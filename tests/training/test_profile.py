@@ -185,9 +185,9 @@ def test_errors_have_signs() -> None:
     assert find_largest_difference(rows) == ComparisonRow("compute", 2.0, 1.0, 0.1)
 
 
-def make_profiler(total: int, wanted: bool | None = None) -> StepProfiler:
+def make_profiler(total: int, enabled: bool | None = None) -> StepProfiler:
     laid: Any = SimpleNamespace(servers=None, local=None)
-    return StepProfiler(wanted, 0, total, laid, parse("single"), SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
+    return StepProfiler(enabled, 0, total, laid, parse("single"), SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("total", "due"), [(100, False), (100_000, True)])
@@ -196,8 +196,8 @@ def test_only_long_runs_are_profiled_by_default(total: int, due: bool) -> None:
     for _ in range(4):
         step_profiler.add_measured_steps(0.01, 1)
     assert [step_profiler._is_due(step) for step in (2, 3)] == [False, due]
-    assert make_profiler(total, wanted=False)._is_due(3) is False
-    assert make_profiler(total, wanted=True)._is_due(3) is True
+    assert make_profiler(total, enabled=False)._is_due(3) is False
+    assert make_profiler(total, enabled=True)._is_due(3) is True
 
 
 def test_profiles_end_when_one_percent_is_spent() -> None:

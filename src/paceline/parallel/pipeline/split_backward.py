@@ -73,11 +73,13 @@ def backward_inputs(
     through several, the gradient is computed now: later, all of these operations would run again.
     """
     inputs = list(inputs)
-    wanted = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
+    differentiable = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     roots = [
         (get_gradient_edge(output), output, at) for at, output in enumerate(outputs) if output.requires_grad
     ]
-    graph = _Graph([edge.node for edge, _, _ in roots], {get_gradient_edge(value).node for value in wanted})
+    graph = _Graph(
+        [edge.node for edge, _, _ in roots], {get_gradient_edge(value).node for value in differentiable}
+    )
     # For each leaf, the operations that its gradient passes through; None: it comes from outputs alone.
     owners: dict[Node, set[Node | None]] = {}
     for node in graph.nodes:
@@ -108,7 +110,10 @@ def backward_inputs(
     try:
         given = [(edge, grad_of(output, at)) for edge, output, at in roots]
         _backward(
-            [edge for edge, _ in given], [grad for _, grad in given], [*wanted, *now], retain_graph=True
+            [edge for edge, _ in given],
+            [grad for _, grad in given],
+            [*differentiable, *now],
+            retain_graph=True,
         )
     finally:
         for hook in hooks:

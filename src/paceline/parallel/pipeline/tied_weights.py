@@ -65,7 +65,7 @@ class TiedWeightSync:
 
 
 def _build_groups(
-    wanted: set[tuple[int, ...]], rank: PipelineRank
+    holder_groups: set[tuple[int, ...]], rank: PipelineRank
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Return, by pp ranks, the process group of those that have the same part of the batch as this rank.
 
@@ -73,7 +73,7 @@ def _build_groups(
     """
     plan = rank.plan
     groups = {}
-    for pp_ranks in sorted(wanted):
+    for pp_ranks in sorted(holder_groups):
         for copy in range(plan.ranks_per_stage):
             group = dist.new_group([pp * plan.ranks_per_stage + copy for pp in pp_ranks])
             if copy == plan.index_in_stage(rank.place):

@@ -42,7 +42,7 @@ class StepProfiler:
 
     def __init__(
         self,
-        wanted: bool | None,
+        enabled: bool | None,  # None: profile if the training is long enough
         first: int,
         total: int,
         training: PreparedTraining,
@@ -50,7 +50,7 @@ class StepProfiler:
         world: World,
         device: torch.device,
     ):
-        self.wanted = wanted if training.servers is None else False
+        self.enabled = enabled if training.servers is None else False
         self.first, self.total, self.training = first, total, training
         self.plan, self.world, self.device = plan, world, device
         self.measured_s = 0.0
@@ -105,13 +105,13 @@ class StepProfiler:
     def _is_due(self, step: int) -> bool:
         steps = self._count_steps(step)
         if (
-            self.wanted is False
+            self.enabled is False
             or step < self.next
             or step + steps > self.total
             or steps > MAX_PROFILED_STEPS
         ):
             return False
-        if self.max_cost_s is None and self.wanted:
+        if self.max_cost_s is None and self.enabled:
             return True
         if self.measured_steps <= 0:
             return False
