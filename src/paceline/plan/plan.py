@@ -418,7 +418,7 @@ def micro_batch_size(batch: int, plan: ResolvedPlan) -> int:
 def read_plan(text: str | None, num_ranks: int, batch: int) -> tuple[Plan, ResolvedPlan]:
     """Return the plan that `text` describes, and the same plan resolved.
 
-    None: `single` for one rank, else `ddp`.
+    text: None means `single` for one rank, else `ddp`.
 
     Raises PlanError if it does not fit `num_ranks` and `batch`.
     """

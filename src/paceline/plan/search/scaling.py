@@ -23,9 +23,9 @@ from paceline.plan.search.search import MARGIN, find_fastest, find_leanest, no_f
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The fastest plan that fits on `ranks` ranks. bill: of the whole training.
+    """The fastest plan that fits on `ranks` ranks.
 
-    None: its tokens are not specified.
+    bill: of the whole training; None if its tokens are not specified.
     efficiency: samples per second and rank, relative to the fewest ranks of the curve.
     lost: the part whose device time per sample grew most since the fewest ranks, as a share of the device
     time here.
@@ -63,8 +63,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Scaling:
-    """strong: `batch` samples per step on any number of ranks.
+    """Curves of strong and weak scaling.
 
+    strong: `batch` samples per step on any number of ranks.
     weak: `each` samples per rank, as on the fewest ranks of `strong`.
     tokens: of the whole training. assumed: sentences.
     """
