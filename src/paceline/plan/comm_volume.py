@@ -15,8 +15,8 @@ PACELINE = "paceline"  # communication outside of the model: metrics, norms, wei
 class Entry:
     """Calls of one collective by one rank in one step.
 
-    axis: of the mesh, or the axes, over which the ranks of the group differ. `ranks`: of the group.
-    module: whose parameters or gradients travel; for anything else the module that runs.
+    axis: mesh axis or axes along which the ranks of the group differ. ranks: number of ranks of the group.
+    module: whose parameters or gradients are sent; for anything else the module that runs.
     bytes: of all calls together, each with the size S that nccl-tests gives a call: all-reduce, broadcast,
     reduce, send and recv the tensor; all-gather the whole output; reduce-scatter and all-to-all the whole
     input; gather and scatter the whole tensor at the root.

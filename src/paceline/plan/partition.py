@@ -21,9 +21,9 @@ def partition(costs: Sequence[float], stages: int, ties: Sequence[float] | None 
 def _best_starts(
     weights: Sequence[float], stages: int, costs: Sequence[float], max_cost: float
 ) -> tuple[list[int], float]:
-    """Return the starts with the smallest largest sum of `weights`, and that sum.
+    """Return the starts whose largest sum of `weights` is smallest, and that sum.
 
-    No stage costs above `most`.
+    No stage costs more than `max_cost`.
     """
     pieces = len(costs)
     weight, cost = ([0.0, *accumulate(map(float, values))] for values in (weights, costs))
