@@ -83,11 +83,11 @@ def test_a_healthy_run_is_reported_healthy_and_is_not_changed(tmp_path: Path) ->
     with start_training(tmp_path, steps=120) as running:
         running.until_step(run, 6)
         for _ in range(3):
-            status, out, found = doctor(tmp_path)
-            assert (status, found["verdict"], found["at_fault"]) == (0, "healthy", []), out
+            status, out, diagnosis = doctor(tmp_path)
+            assert (status, diagnosis["verdict"], diagnosis["at_fault"]) == (0, "healthy", []), out
             assert out.startswith("run: healthy: step "), out
-            assert [seen["state"] for seen in found["seen"]] == ["runs", "runs"]
-            assert all(seen["stack"] and seen["collectives"] for seen in found["seen"])
+            assert [seen["state"] for seen in diagnosis["seen"]] == ["runs", "runs"]
+            assert all(seen["stack"] and seen["collectives"] for seen in diagnosis["seen"])
         slow_down(tmp_path / "slow", 0)
         assert running.wait().status == 0
     assert trained(2, RunFolder(run).request()[0], "ddp", tmp_path / "undisturbed")[-1].reason == "done"
@@ -103,16 +103,16 @@ def test_ranks_that_are_stuck_and_stopped_are_named(tmp_path: Path) -> None:
         running.until_step(run, 4)
         (tmp_path / "stuck").touch()
         running.until(lambda: doctor(tmp_path)[2]["verdict"] == "stuck", "stuck")
-        status, out, found = doctor(tmp_path)
-        assert (status, found["at_fault"]) == (1, [1]), out
+        status, out, diagnosis = doctor(tmp_path)
+        assert (status, diagnosis["at_fault"]) == (1, [1]), out
         assert "rank 1 is in Points.__getitem__ (my.py:" in out
         assert " collective behind; rank 0 waits in all_reduce of " in out
         (tmp_path / "stuck").unlink()
         running.until(lambda: doctor(tmp_path)[2]["verdict"] == "healthy", "healthy")
         stopped = running.ranks()[1]
         stopped.suspend()
-        status, out, found = doctor(tmp_path)
-        assert (status, found["at_fault"]) == (1, [1]), out
+        status, out, diagnosis = doctor(tmp_path)
+        assert (status, diagnosis["at_fault"]) == (1, [1]), out
         assert f"run: rank 1 is stopped by a signal (process {stopped.pid} on " in out
         assert out.splitlines()[0].endswith(f"; resume it with: kill -CONT {stopped.pid}")
 
@@ -177,9 +177,9 @@ def test_waiting_for_a_message_that_is_never_sent_ends(program: tuple[str, ...],
         result = running.wait(60)
         running.until_all_ended()
     assert result.status == (2 if program is PACELINE else 1), result.all
-    [said] = [line for line in result.err.splitlines() if line.startswith("paceline: ")]
-    assert said.startswith("paceline: rank 1 is in Points.__getitem__ (my.py:"), result.all
-    assert "the training was ended after step" in said
+    [message] = [line for line in result.err.splitlines() if line.startswith("paceline: ")]
+    assert message.startswith("paceline: rank 1 is in Points.__getitem__ (my.py:"), result.all
+    assert "the training was ended after step" in message
     if program is PACELINE:
         assert "Traceback" not in result.all
 
@@ -196,11 +196,11 @@ def test_stuck_and_stopped_readers_are_named(tmp_path: Path) -> None:
         running.until_step(run, 4)
         (tmp_path / "stuck").touch()
         running.until(lambda: doctor(tmp_path)[2]["verdict"] == "stuck", "stuck")
-        status, out, found = doctor(tmp_path)
-        assert (status, found["at_fault"]) == (1, [1]), out
+        status, out, diagnosis = doctor(tmp_path)
+        assert (status, diagnosis["at_fault"]) == (1, [1]), out
         assert "run: rank 1 is in DataLoader.__next__ for " in out
         assert ", which is in __getitem__ (my.py:" in out
-        [reader] = found["seen"][1]["readers"]
+        [reader] = diagnosis["seen"][1]["readers"]
         psutil.Process(reader["pid"]).suspend()
         assert f"for its reader (process {reader['pid']}), which is stopped" in doctor(tmp_path)[1]
         psutil.Process(reader["pid"]).resume()
@@ -215,20 +215,20 @@ def test_torchrun_names_the_cause_once(tmp_path: Path) -> None:
         running.until_step(run, 4)
         [stopped] = [process for process in running.left() if process.environ().get("RANK") == "1"]
         stopped.suspend()
-        status, out, found = doctor(tmp_path)
-        assert (status, found["at_fault"]) == (1, [1]), out
+        status, out, diagnosis = doctor(tmp_path)
+        assert (status, diagnosis["at_fault"]) == (1, [1]), out
         assert "; rank 0 waits in all_reduce of " in out
         running.until(lambda: bool(of_kind(run, Failed)), "given up")
         stopped.kill()
         result = running.wait()
         running.until_all_ended()
     assert result.status != 0
-    [said] = of_kind(run, Stalled)
+    [stall] = of_kind(run, Stalled)
     assert (
-        f"paceline: rank 0 lost the connection to another rank: {said.message}; no checkpoint was written yet\n"
+        f"paceline: rank 0 lost the connection to another rank: {stall.message}; no checkpoint was written yet\n"
         in result.err
     )
-    assert result.err.count(said.message) == 1
+    assert result.err.count(stall.message) == 1
 
 
 # Processes without torch
@@ -239,9 +239,9 @@ import re, sys, time
 from pathlib import Path
 from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.run import RunFolder
-with HeartbeatWriter(RunFolder(Path(sys.argv[1])), 0, 1, 60.0, 60.0) as pulse:
-    pulse.begin(3, 9)
-    pulse.done(4)
+with HeartbeatWriter(RunFolder(Path(sys.argv[1])), 0, 1, 60.0, 60.0) as writer:
+    writer.begin(3, 9)
+    writer.done(4)
     print("ready", flush=True)
     sys.stdin.readline()
     re.match("(a+)+$", "a" * 60 + "b")
@@ -341,27 +341,27 @@ BACKWARD = (
 RECEIVES = (Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 3, "recv"),)
 
 
-def at(
-    rank: int, phase: str, since_s: float, stack: tuple[Frame, ...] = (), number: int = 0, **more: object
+def state_of(
+    rank: int, phase: str, since_s: float, stack: tuple[Frame, ...] = (), number: int = 0, **changes: object
 ) -> RankState:
     """Return the state of one of three ranks after `number` collectives; the last is not done."""
-    its = Heartbeat(
+    beat = Heartbeat(
         rank=rank,
         ranks=3,
-        host=more.pop("host", "here"),
+        host=changes.pop("host", "here"),
         pid=100 + rank,
         began=0.0,
         time=NOW - 0.5,
-        step=more.pop("step", 7),
+        step=changes.pop("step", 7),
         steps=50,
-        stepped=more.pop("stepped", NOW - since_s),
+        stepped=changes.pop("stepped", NOW - since_s),
         longest_s=0.1,
         phase=phase,
         since=NOW - since_s,
         patience_s=60.0,
-        spent_s=more.pop("spent_s", {heartbeat.DATA: 0.01, heartbeat.BACKWARD: 0.03}),
+        spent_s=changes.pop("spent_s", {heartbeat.DATA: 0.01, heartbeat.BACKWARD: 0.03}),
     )
-    operation = more.pop("operation", "all_reduce")
+    operation = changes.pop("operation", "all_reduce")
     called = Collective(
         group="0",
         members=(0, 1, 2),
@@ -371,17 +371,17 @@ def at(
         items=12345,
         dtype="float",
         called=NOW - since_s,
-        is_over=more.pop("is_over", False),
+        is_over=changes.pop("is_over", False),
     )
     seen = RankState(
         rank=rank,
-        beat=its,
+        beat=beat,
         state="runs",
         stack=stack,
         collectives=(called,) if number else (),
         answered=bool(stack),
     )
-    return replace(seen, **more)
+    return replace(seen, **changes)
 
 
 def diagnose_ranks(*seen: RankState) -> Diagnosis:
@@ -396,25 +396,25 @@ def test_heartbeats_are_read_correctly_with_wrong_clocks(
     """Otherwise a rank whose clock is ahead hides a stall; if ours is ahead, healthy ranks appear stalled."""
     run, now = RunFolder(tmp_path), time.time()
     run.ranks.mkdir()
-    its = heartbeat.shift_times(at(0, heartbeat.BACKWARD, 42.0).beat, now - NOW + 0.5)
-    assert its.time == pytest.approx(now)
-    heartbeat.write(run.alive(0), heartbeat.shift_times(replace(its, ranks=1, began=now - 100), wrong_s))
+    beat = heartbeat.shift_times(state_of(0, heartbeat.BACKWARD, 42.0).beat, now - NOW + 0.5)
+    assert beat.time == pytest.approx(now)
+    heartbeat.write(run.alive(0), heartbeat.shift_times(replace(beat, ranks=1, began=now - 100), wrong_s))
     monkeypatch.setattr(time, "time", lambda true=time.time: true() + ours_s)
-    [found] = rank_state.read_heartbeats(run)
-    assert time.time() - found.since == pytest.approx(42, abs=1)
-    assert time.time() - found.began == pytest.approx(100, abs=1)
+    [beat] = rank_state.read_heartbeats(run)
+    assert time.time() - beat.since == pytest.approx(42, abs=1)
+    assert time.time() - beat.began == pytest.approx(100, abs=1)
 
 
 def test_the_start_of_a_rank_is_right_after_its_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the rank would seem to begin after its last heartbeat."""
-    pulse = HeartbeatWriter(None, 0, 1, 60.0, 60.0)
+    writer = HeartbeatWriter(None, 0, 1, 60.0, 60.0)
     monkeypatch.setattr(time, "time", lambda true=time.time: true() - 3600)
-    its = pulse._now()
-    assert 0 <= its.time - its.began < 10
+    beat = writer._now()
+    assert 0 <= beat.time - beat.began < 10
 
 
-WAITS = at(0, heartbeat.BACKWARD, 42.0, BACKWARD, 17)
-BEHIND = at(1, heartbeat.DATA, 43.0, READS, 16)
+WAITS = state_of(0, heartbeat.BACKWARD, 42.0, BACKWARD, 17)
+BEHIND = state_of(1, heartbeat.DATA, 43.0, READS, 16)
 
 
 @pytest.mark.parametrize(
@@ -429,8 +429,8 @@ BEHIND = at(1, heartbeat.DATA, 43.0, READS, 16)
         (
             (
                 WAITS,
-                at(1, heartbeat.FORWARD, 43.0, COMPUTES, 16),
-                at(2, heartbeat.BACKWARD, 41.0, BACKWARD, 17),
+                state_of(1, heartbeat.FORWARD, 43.0, COMPUTES, 16),
+                state_of(2, heartbeat.BACKWARD, 41.0, BACKWARD, 17),
             ),
             (1,),
             "rank 1 is in Net.forward (my.py:30) for 43.0 s and 1 collective behind; "
@@ -458,9 +458,9 @@ BEHIND = at(1, heartbeat.DATA, 43.0, READS, 16)
         ),
         (
             (
-                at(0, heartbeat.FORWARD, 42.0, RECEIVES),
-                at(1, heartbeat.FORWARD, 43.0, COMPUTES),
-                at(2, heartbeat.FORWARD, 42.0, RECEIVES),
+                state_of(0, heartbeat.FORWARD, 42.0, RECEIVES),
+                state_of(1, heartbeat.FORWARD, 43.0, COMPUTES),
+                state_of(2, heartbeat.FORWARD, 42.0, RECEIVES),
             ),
             (1,),
             "rank 1 is in Net.forward (my.py:30) for 43.0 s; "
@@ -469,7 +469,7 @@ BEHIND = at(1, heartbeat.DATA, 43.0, READS, 16)
         (
             (
                 WAITS,
-                at(1, heartbeat.BACKWARD, 42.0, BACKWARD, 17, operation="broadcast"),
+                state_of(1, heartbeat.BACKWARD, 42.0, BACKWARD, 17, operation="broadcast"),
                 replace(WAITS, rank=2),
             ),
             (),
@@ -483,7 +483,7 @@ BEHIND = at(1, heartbeat.DATA, 43.0, READS, 16)
             "the network between them is at fault",
         ),
         (
-            (at(0, heartbeat.DATA, 42.0, READS, readers=(ReaderProcess(pid=7, state="stopped"),)),),
+            (state_of(0, heartbeat.DATA, 42.0, READS, readers=(ReaderProcess(pid=7, state="stopped"),)),),
             (0,),
             "rank 0 is in Points.__getitem__ (my.py:12) for 42.0 s; no rank has made progress for 42.0 s",
         ),
@@ -492,19 +492,19 @@ BEHIND = at(1, heartbeat.DATA, 43.0, READS, 16)
 def test_the_blocking_rank_is_named(
     seen: tuple[RankState, ...], at_fault: tuple[int, ...], sentence: str
 ) -> None:
-    found = diagnose_ranks(*seen)
-    assert (found.verdict, found.at_fault) == ("stuck", at_fault)
-    assert found.sentence == sentence
+    diagnosis = diagnose_ranks(*seen)
+    assert (diagnosis.verdict, diagnosis.at_fault) == ("stuck", at_fault)
+    assert diagnosis.sentence == sentence
 
 
 def test_a_run_with_progress_is_healthy_and_slow_ranks_are_named() -> None:
-    well = [at(rank, heartbeat.BACKWARD, 0.2, BACKWARD, 17) for rank in range(3)]
-    found = diagnose_ranks(*well)
-    assert (found.verdict, found.at_fault) == ("healthy", ())
-    assert found.sentence == "healthy: step 7 of 50, the last step ended 200.0 ms ago"
+    well = [state_of(rank, heartbeat.BACKWARD, 0.2, BACKWARD, 17) for rank in range(3)]
+    diagnosis = diagnose_ranks(*well)
+    assert (diagnosis.verdict, diagnosis.at_fault) == ("healthy", ())
+    assert diagnosis.sentence == "healthy: step 7 of 50, the last step ended 200.0 ms ago"
     slow = [
         *well[:2],
-        at(2, heartbeat.DATA, 0.2, READS, 16, spent_s={heartbeat.DATA: 0.03, heartbeat.BACKWARD: 0.01}),
+        state_of(2, heartbeat.DATA, 0.2, READS, 16, spent_s={heartbeat.DATA: 0.03, heartbeat.BACKWARD: 0.01}),
     ]
     assert diagnose_ranks(*slow).sentence.endswith(
         "; rank 2 is slow: 30.0 ms a step in data, the others 10.0 ms"
@@ -512,19 +512,21 @@ def test_a_run_with_progress_is_healthy_and_slow_ranks_are_named() -> None:
 
 
 def test_a_run_with_a_dead_worker_of_a_parameter_server_is_healthy() -> None:
-    served = at(0, heartbeat.UPDATE, 0.2, COMPUTES)
-    worker = at(1, heartbeat.START, 200.0, stepped=None)
-    alone = replace(worker, state="gone", beat=replace(worker.beat, patience_s=None))
-    assert diagnose_ranks(served, worker, alone).verdict == "healthy"
-    assert diagnose_ranks(served, replace(worker, state="gone"), alone).verdict == "stuck", (
+    served = state_of(0, heartbeat.UPDATE, 0.2, COMPUTES)
+    worker = state_of(1, heartbeat.START, 200.0, stepped=None)
+    dead = replace(worker, state="gone", beat=replace(worker.beat, patience_s=None))
+    assert diagnose_ranks(served, worker, dead).verdict == "healthy"
+    assert diagnose_ranks(served, replace(worker, state="gone"), dead).verdict == "stuck", (
         "the others wait for this rank"
     )
 
 
 def test_a_slow_start_is_not_a_stall() -> None:
-    starts = [at(rank, heartbeat.START, 20.0 + rank, COMPUTES, stepped=None, step=0) for rank in range(3)]
-    found = diagnose_ranks(*starts)
-    assert (found.verdict, found.sentence) == (
+    starts = [
+        state_of(rank, heartbeat.START, 20.0 + rank, COMPUTES, stepped=None, step=0) for rank in range(3)
+    ]
+    diagnosis = diagnose_ranks(*starts)
+    assert (diagnosis.verdict, diagnosis.sentence) == (
         "starting",
         "no step has ended yet; rank 0 is in Net.forward (my.py:30) for 20.0 s",
     )

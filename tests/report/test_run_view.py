@@ -454,23 +454,23 @@ def test_a_long_run_is_read_once_and_in_bounded_memory(long_run, small_limits):
 
 def test_a_glance_at_a_long_run_reads_its_end(long_run, tmp_path):
     run, _ = long_run
-    again = folder(tmp_path / "r")
-    again.events.write_bytes(
+    copy = folder(tmp_path / "r")
+    copy.events.write_bytes(
         run.events.read_bytes() + (dumps(dataclasses.replace(STARTED, step=36_000)) + "\n").encode()
     )
-    with open(again.events, "a") as file:
+    with open(copy.events, "a") as file:
         file.writelines(dumps(step(number)) + "\n" for number in range(36_001, 37_001))
     before = bytes_read()
     tracemalloc.start()
     try:
-        summary = glance(again).summary
+        summary = glance(copy).summary
         assert tracemalloc.get_traced_memory()[1] < 4e6
     finally:
         tracemalloc.stop()
     assert bytes_read() - before < 3e6
     assert (summary.started.step, summary.steps) == (36_000, 37_000)
     before = bytes_read()
-    assert events.end(again.events) == again.events.stat().st_size
+    assert events.end(copy.events) == copy.events.stat().st_size
     assert bytes_read() - before < 1e6
 
 
@@ -525,15 +525,15 @@ def test_the_launcher_reads_a_long_run_in_bounded_memory(long_run, small_limits)
 
 def test_damage_in_steps_that_are_not_parsed_is_counted(long_run, small_limits, tmp_path):
     run, _ = long_run
-    again = folder(tmp_path / "r")
+    copy = folder(tmp_path / "r")
     content = bytearray(run.events.read_bytes())
     draw = random.Random(2)
     lines = content.split(b"\n")
     chosen = sorted(draw.sample(range(1000, 25_000), 12))
     for at, how in zip(chosen, [b"\0", b"\xff", b"{"] * 4, strict=True):
         lines[at] = lines[at][:30] + (how + lines[at][31:] if how != b"{" else b"")
-    again.events.write_bytes(b"\n".join(lines))
-    found = view(again)
+    copy.events.write_bytes(b"\n".join(lines))
+    found = view(copy)
     assert found.skipped == Skipped(damaged=12)
     assert found.summary.steps == 36_000
 
