@@ -28,7 +28,7 @@ from paceline.launch.slurm.site import Site
 from paceline.preflight.checks import CHECKS
 from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import run_checks
-from paceline.preflight.resource_checks import estimate_usage, slurm_bytes
+from paceline.preflight.resource_checks import estimate_usage, parse_slurm_bytes
 from paceline.preflight.site_checks import can_requeue, find_overrides
 from paceline.run import create
 from paceline.spec import Launch, Save, Spec
@@ -341,7 +341,7 @@ def test_gpus_of_an_unknown_kind():
     ("text", "size"), [("64G", 2**36), ("500", 500 * 2**20), ("1T", 2**40), ("0", math.inf), ("?", math.inf)]
 )
 def test_memory_in_slurm_notation(text, size):
-    assert slurm_bytes(text) == size
+    assert parse_slurm_bytes(text) == size
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -50,7 +50,7 @@ def check_memory(context: PreflightContext) -> Results:
         return
     limit_bytes, source = predicted.limit_bytes, cluster.name or cluster.device.name
     if cluster.device.kind == "cpu" and context.site.memory is not None:
-        requested_bytes = slurm_bytes(context.site.memory) / job.ranks_per_node
+        requested_bytes = parse_slurm_bytes(context.site.memory) / job.ranks_per_node
         if requested_bytes < limit_bytes:
             limit_bytes, source = requested_bytes, f"memory={context.site.memory!r}"
     largest = max(predicted.parts, key=lambda part: part.value).name
@@ -84,7 +84,7 @@ def _suggest_plan(context: PreflightContext, limit_bytes: float) -> str:
     return f"use plan {shorten_plan(plan, count)}, which needs {format_bytes(cost.peak_bytes)}"
 
 
-def slurm_bytes(text: str) -> float:
+def parse_slurm_bytes(text: str) -> float:
     """Return the bytes of a size such as `64G`, as sbatch reads it: MiB without a unit; 0 is all memory."""
     match = re.fullmatch(r"([0-9]{1,18})([KMGT]?)B?", text.strip(), re.I)
     return (int(match[1]) * SLURM_BYTES[match[2].upper()] if match else 0) or math.inf
