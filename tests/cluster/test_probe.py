@@ -623,7 +623,7 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("nowhere",), "there is no directory nowhere"),
+        (("nowhere",), "there is no directory nowhere; name an existing one"),
         (
             ("--json", "nowhere/x.json"),
             "cannot write nowhere/x.json: no such folder: nowhere; create it first",

@@ -96,7 +96,7 @@ def test_plan_is_compared_with_alternatives(tmp_path: Path) -> None:
     assert "again" in rows["recompute=none"]
     assert "tensor parallel" in rows["tp=2"]
     assert {"zero=0", "zero=1", "zero=2"} >= {name for name in rows if name.startswith("zero")}
-    assert "0.5 bytes a parameter: 4, over 8 ranks" in found.out
+    assert "0.5 bytes per parameter: 4, over 8 ranks" in found.out
     assert "8 ranks of a node" in found.out
 
 
@@ -124,7 +124,7 @@ def test_task_on_this_machine(tmp_path: Path) -> None:
         ((*GPT, "--ranks", "0"), "--ranks must be at least 1, got 0"),
         ((*GPT, "--plan", "dp=3"), "use --ranks 3 or dp=8"),
         ((*GPT, "--plan", "tp=5"), "use tp=1 or 2 or 4 or 8"),
-        ((*GPT, "--batch", "4", "--plan", "ddp"), "use --batch 8"),
+        ((*GPT[:-1], "4", "--plan", "ddp"), "use --batch 8"),
         (
             ("plan", "--model", "resnet50", "--batch", "4", "--cluster", "h100:8"),
             "no plan splits a batch of 4 over 8 ranks",

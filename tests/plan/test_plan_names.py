@@ -28,7 +28,7 @@ def test_prediction_tables_keep_plan_names_whole(width, found, monkeypatch, caps
     monkeypatch.setenv("COLUMNS", str(width))
     plans = [str(plan) for plan, _ in found.plans[:20]]
     assert max(map(len, plans)) > 25, "some are longer than some of the terminals"
-    print_parts(*build_tables(found, 20, explain=True))
+    print_parts(*build_tables(found, 20, with_explanation=True))
     lines = capsys.readouterr().out.splitlines()
     of_step, of_training = (
         next(at for at, line in enumerate(lines) if line.startswith(head))
