@@ -16,6 +16,9 @@ Target = Annotated[
     Argument(help="Built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml"),
 ]
 
+# panels of the help page
+RANKS, TRAINING, NUMERICS, RUN = "Ranks", "Training", "Numerics", "Run"
+
 
 class TrainingRequest(NamedTuple):
     """What to train, and how to start it."""
@@ -26,22 +29,26 @@ class TrainingRequest(NamedTuple):
 
 def build_request(
     target: Target = "digits",
-    ranks: Annotated[int | None, Option(help="Number of processes [default: one per GPU, or 1]")] = None,
+    ranks: Annotated[
+        int | None, Option(help="Number of processes [default: one per GPU, or 1]", rich_help_panel=RANKS)
+    ] = None,
     nodes: Annotated[
         str | None,
         Option(
             help="Number of nodes of the Slurm allocation or Ray cluster; ranks are spread evenly over them. "
-            "2:4 (Slurm) starts on 4 nodes and continues on as few as 2 when nodes are lost [default: 1]"
+            "2:4 (Slurm) starts on 4 nodes and continues on as few as 2 when nodes are lost [default: 1]",
+            rich_help_panel=RANKS,
         ),
     ] = None,
     ranks_per_node: Annotated[
-        int | None, Option(help="Number of processes per node, instead of --ranks.")
+        int | None, Option(help="Number of processes per node, instead of --ranks.", rich_help_panel=RANKS)
     ] = None,
     launcher: Annotated[
         str | None,
         Option(
             help="Launcher of the ranks: local, slurm (inside an allocation) or ray "
-            "[default: slurm with several --nodes, else local]"
+            "[default: slurm with several --nodes, else local]",
+            rich_help_panel=RANKS,
         ),
     ] = None,
     plan: Annotated[
@@ -51,16 +58,31 @@ def build_request(
             "parameter-server; by keys: "
             "tp=2 or pp=2,microbatches=8 or dp=2,tp=2,pp=2,zero=2; or auto, the fastest "
             "plan that fits "
-            "[default: single on one rank, else ddp]"
+            "[default: single on one rank, else ddp]",
+            rich_help_panel=RANKS,
         ),
     ] = None,
     batch: Annotated[
-        int | None, Option(help="Number of samples of the global batch, over all ranks [default: 64]")
+        int | None,
+        Option(
+            help="Number of samples of the global batch, over all ranks [default: 64]",
+            rich_help_panel=TRAINING,
+        ),
     ] = None,
-    epochs: Annotated[float | None, Option(help="Length of the training in epochs [default: 20]")] = None,
-    steps: Annotated[int | None, Option(help="Length of the training in steps, instead of --epochs.")] = None,
-    lr: Annotated[float | None, Option(help="Learning rate [default: 0.001]")] = None,
-    seed: Annotated[int | None, Option(help="Seed of weights, sample order and dropout [default: 0]")] = None,
+    epochs: Annotated[
+        float | None, Option(help="Length of the training in epochs [default: 20]", rich_help_panel=TRAINING)
+    ] = None,
+    steps: Annotated[
+        int | None,
+        Option(help="Length of the training in steps, instead of --epochs.", rich_help_panel=TRAINING),
+    ] = None,
+    lr: Annotated[
+        float | None, Option(help="Learning rate [default: 0.001]", rich_help_panel=TRAINING)
+    ] = None,
+    seed: Annotated[
+        int | None,
+        Option(help="Seed of weights, sample order and dropout [default: 0]", rich_help_panel=TRAINING),
+    ] = None,
     set: Annotated[
         list[str] | None,
         Option(
@@ -68,31 +90,55 @@ def build_request(
             help="Set a field of the task, or a dotted key of the request such as optimizer.momentum; may "
             "be repeated. "
             "--keys lists all names.",
+            rich_help_panel=TRAINING,
         ),
     ] = None,
-    optimizer: Annotated[str | None, Option(help="Optimizer: adamw or sgd [default: adamw]")] = None,
+    optimizer: Annotated[
+        str | None, Option(help="Optimizer: adamw or sgd [default: adamw]", rich_help_panel=TRAINING)
+    ] = None,
     schedule: Annotated[
         str | None,
-        Option(help="Learning rate schedule: constant, cosine, linear or step [default: constant]"),
+        Option(
+            help="Learning rate schedule: constant, cosine, linear or step [default: constant]",
+            rich_help_panel=TRAINING,
+        ),
     ] = None,
     clip: Annotated[
-        float | None, Option(help="Maximum norm of the gradient of all parameters [default: no clipping]")
+        float | None,
+        Option(
+            help="Maximum norm of the gradient of all parameters [default: no clipping]",
+            rich_help_panel=TRAINING,
+        ),
     ] = None,
     precision: Annotated[
-        str | None, Option(help="Precision of the computation: fp64, fp32, bf16 or fp16 [default: fp32]")
+        str | None,
+        Option(
+            help="Precision of the computation: fp64, fp32, bf16 or fp16 [default: fp32]",
+            rich_help_panel=NUMERICS,
+        ),
     ] = None,
     compile: Annotated[
-        bool | None, Option("--compile/--no-compile", help="Compile the model's blocks with torch.compile.")
+        bool | None,
+        Option(
+            "--compile/--no-compile",
+            help="Compile the model's blocks with torch.compile.",
+            rich_help_panel=NUMERICS,
+        ),
     ] = None,
     tf32: Annotated[
         bool | None,
-        Option("--tf32/--no-tf32", help="Allow CUDA to round the inputs of float32 matrix products to TF32."),
+        Option(
+            "--tf32/--no-tf32",
+            help="Allow CUDA to round the inputs of float32 matrix products to TF32.",
+            rich_help_panel=NUMERICS,
+        ),
     ] = None,
     batch_norm: Annotated[
         str | None,
         Option(
             help="BatchNorm statistics: over the samples of all ranks (global) or of each rank (local) "
-            "[default: global]"
+            "[default: global]",
+            rich_help_panel=NUMERICS,
         ),
     ] = None,
     allow_local_loss: Annotated[
@@ -100,19 +146,28 @@ def build_request(
         Option(
             "--allow-local-loss",
             help="Accept a loss that mixes samples; each part of a divided batch then has a separate loss.",
+            rich_help_panel=NUMERICS,
         ),
     ] = None,
     save_every: Annotated[
-        int | None, Option(help="Number of steps between checkpoints [default: by time, every 10 minutes]")
+        int | None,
+        Option(
+            help="Number of steps between checkpoints [default: by time, every 10 minutes]",
+            rich_help_panel=RUN,
+        ),
     ] = None,
     keep: Annotated[
-        int | None, Option(help="Number of recent checkpoints to keep, besides the best [default: 2]")
+        int | None,
+        Option(
+            help="Number of recent checkpoints to keep, besides the best [default: 2]", rich_help_panel=RUN
+        ),
     ] = None,
     workers: Annotated[
         int | None,
         Option(
             help="Number of data loading processes per rank [default: spare cores on a machine with GPUs, "
-            "else 0]"
+            "else 0]",
+            rich_help_panel=RUN,
         ),
     ] = None,
     profile: Annotated[
@@ -120,18 +175,26 @@ def build_request(
         Option(
             "--profile/--no-profile",
             help="Profile some steps [default: if it takes less than 1 % of the time]",
+            rich_help_panel=RUN,
         ),
     ] = None,
-    device: Annotated[str | None, Option(help="Device: cpu or cuda [default: cuda if available]")] = None,
+    device: Annotated[
+        str | None, Option(help="Device: cpu or cuda [default: cuda if available]", rich_help_panel=RANKS)
+    ] = None,
     restarts: Annotated[
-        int | None, Option(help="Maximum number of restarts after a rank fails [default: 0]")
+        int | None,
+        Option(help="Maximum number of restarts after a rank fails [default: 0]", rich_help_panel=RANKS),
     ] = None,
     timeout: Annotated[
         float | None,
-        Option(help="Seconds that a rank waits for another before the training ends [default: 60]"),
+        Option(
+            help="Seconds that a rank waits for another before the training ends [default: 60]",
+            rich_help_panel=RANKS,
+        ),
     ] = None,
     run: Annotated[
-        str | None, Option("--run-dir", help="New folder for the run [default: runs/TASK-TIME]")
+        str | None,
+        Option("--run-dir", help="New folder for the run [default: runs/TASK-TIME]", rich_help_panel=RUN),
     ] = None,
 ) -> TrainingRequest:
     """Return the request of these options. Raises SpecError."""
