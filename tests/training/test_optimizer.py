@@ -162,7 +162,7 @@ def test_optimizer_gets_only_trained_parameters() -> None:
 def test_optimizer_that_needs_whole_weights_is_refused_on_shards() -> None:
     optimizer = torch.optim.Adafactor([nn.Parameter(torch.ones(2, 2))])
     with pytest.raises(
-        PlanError, match=r"Adafactor is not known to update each element on its own; use ddp or zero1"
+        PlanError, match=r"Adafactor is not known to update each element independently; use ddp or zero1"
     ):
         check_elementwise(ResolvedPlan(zero=3, dp=2), optimizer)
     check_elementwise(ResolvedPlan(zero=1, dp=2), optimizer)
