@@ -30,6 +30,9 @@ def _parent() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def _end(process: subprocess.Popen[bytes], here: socket.socket) -> None:
+    # not only close: data workers that a test has left hold a copy of the socket, and the server would never end
+    with contextlib.suppress(OSError):
+        here.shutdown(socket.SHUT_RDWR)
     here.close()
     process.wait()
 
