@@ -157,7 +157,7 @@ def test_bad_model_file(tmp_path, text, says):
 def test_unknown_model_suggests_nearest():
     with pytest.raises(SpecError, match="did you mean llama3-70b"):
         load_model("llama3-70")
-    with pytest.raises(SpecError, match="there is no transformer"):
+    with pytest.raises(SpecError, match="is not a transformer"):
         load_model("resnet50", seq=3)
 
 

@@ -127,7 +127,7 @@ def test_bench_rows_become_facts() -> None:
             }
         )
     found = update_cluster(machine(), [Result(kind="host", rows=tuple(rows))])
-    [pace], [engine] = found.op_times, found.engines
+    [pace], [engine] = found.paces, found.engines
     assert (pace.sizes, pace.seconds, pace.source) == ((10.0, 100.0), (1e-8, 1e-7), "measured")
     assert (engine.name, engine.ranks) == ("zero3", 2)
     assert [fact.value for fact in (engine.step_s, engine.unit_s, engine.tensor_s)] == pytest.approx(
@@ -136,4 +136,4 @@ def test_bench_rows_become_facts() -> None:
 
 
 def test_gpus_have_no_op_times() -> None:
-    assert device_rates(find("h100:8")).paces is None
+    assert device_rates(find("h100:8")).op_times is None

@@ -312,5 +312,5 @@ def test_input_and_checkpoints_are_added():
 
 
 def test_local_sgd_is_not_predicted():
-    with pytest.raises(PlanError, match="not predicted"):
+    with pytest.raises(PlanError, match="cannot be predicted"):
         predict(load_model("gpt2"), parse("local-sgd"), cluster(8), 64)
