@@ -395,8 +395,8 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("train bad.py:Small --run-dir 'a\x7fb'", "\\x7f"),
     ("train bad.py:Small --run-dir /proc/r", "/proc/r"),
     # resume
-    ("resume nowhere", "no run nowhere"),
-    ("resume .", "no run|spec.toml"),
+    ("resume nowhere", "no such run: nowhere"),
+    ("resume .", "not a run folder|spec.toml"),
     ("resume bad.py", "bad.py"),
     ("resume ''", "run"),
     ("resume", "run"),
@@ -424,7 +424,7 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("resume other-task --edited", "spec.toml"),
     ("resume file-ckpt --steps 6", "ckpt"),
     # show
-    ("show nowhere", "no run nowhere"),
+    ("show nowhere", "no such run: nowhere"),
     ("show .", "spec.toml|run"),
     ("show bad.py", "bad.py"),
     ("show ''", "run"),
@@ -432,14 +432,14 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("show run --nonsense", "--nonsense"),
     ("show", "run"),
     # doctor
-    ("doctor nowhere", "no run nowhere"),
+    ("doctor nowhere", "no such run: nowhere"),
     ("doctor .", "spec.toml|run"),
     ("doctor bad.py", "bad.py"),
     ("doctor ''", "run"),
     ("doctor no-spec", "spec.toml"),
     ("doctor run --nonsense", "--nonsense"),
     # logs
-    ("logs nowhere", "no run nowhere"),
+    ("logs nowhere", "no such run: nowhere"),
     ("logs .", "spec.toml|run"),
     ("logs bad.py", "bad.py"),
     ("logs ''", "run"),
@@ -447,7 +447,7 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("logs run --nonsense", "--nonsense"),
     ("logs", "run"),
     # cancel
-    ("cancel nowhere", "no run nowhere"),
+    ("cancel nowhere", "no such run: nowhere"),
     ("cancel .", "spec.toml|run"),
     ("cancel bad.py", "bad.py"),
     ("cancel ''", "run"),
@@ -455,7 +455,7 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("cancel run --nonsense", "--nonsense"),
     ("cancel", "run"),
     # profile
-    ("profile nowhere", "no run nowhere"),
+    ("profile nowhere", "no such run: nowhere"),
     ("profile .", "spec.toml|run"),
     ("profile bad.py", "bad.py"),
     ("profile ''", "run"),
@@ -463,7 +463,7 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("profile run --nonsense", "--nonsense"),
     ("profile", "run"),
     # export
-    ("export nowhere out.safetensors", "no run nowhere"),
+    ("export nowhere out.safetensors", "no such run: nowhere"),
     ("export . out.safetensors", "spec.toml|run"),
     ("export bad.py out.safetensors", "bad.py"),
     ("export '' out.safetensors", "run"),
