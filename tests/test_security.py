@@ -157,8 +157,8 @@ def unpickled(checkpoint: Path) -> Any:
 
 Attack = Callable[[Path, Path], dict[str, bytes]]
 ATTACKS: dict[Attack, str] = {
-    instead_of_metadata: "it names posix.system, which no checkpoint holds",
-    deep_in_metadata: "it names posix.system, which no checkpoint holds",
+    instead_of_metadata: "it names posix.system, which no checkpoint contains",
+    deep_in_metadata: "it names posix.system, which no checkpoint contains",
     bytes_for_a_tensor: "is no tensor, and a checkpoint holds only tensors",
     evil_tensors: "cannot be read",
 }
