@@ -328,14 +328,17 @@ def _check(loader: Iterable[Batch | FailedSample]) -> Iterator[Batch]:
     reading = UserCode(
         "reading samples", raises=DataError, hint="to read without worker processes, use --workers 0"
     )
-    while True:
-        with reading:
-            batch = next(iterator, DONE)
-        if batch is DONE:
-            return
-        if isinstance(batch, FailedSample):
-            raise DataError(batch.message) from DataError(batch.details)
-        yield batch
+    try:
+        while True:
+            with reading:
+                batch = next(iterator, DONE)
+            if batch is DONE:
+                return
+            if isinstance(batch, FailedSample):
+                raise DataError(batch.message) from DataError(batch.details)
+            yield batch
+    finally:
+        del iterator  # ends the workers: the traceback of an error would keep the iterator, and them, alive
 
 
 def _copy_to(loader: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
