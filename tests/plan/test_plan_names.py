@@ -32,7 +32,7 @@ def test_prediction_tables_keep_plan_names_whole(width, found, monkeypatch, caps
     lines = capsys.readouterr().out.splitlines()
     of_step, of_training = (
         next(at for at, line in enumerate(lines) if line.startswith(head))
-        for head in ("plan", "the whole training")
+        for head in ("plan", "whole training")
     )
     for begin in (of_step, of_training):
         words = [line.split(" ")[0] for line in lines[begin + 1 :]]
