@@ -2,7 +2,8 @@
 
 Both train the digits CNN on two ranks of this machine, in turns; a start that other programs disturbed is
 repeated. Started by torchrun, this file is the handwritten loop. With `--cpu RANKS`, the CPU time of a
-training of one step is measured instead, with forked ranks, and with spawned ranks as on a machine with a GPU.
+training of one step is measured instead: with forked ranks, and with spawned ranks as on a machine with a
+GPU.
 """
 
 import argparse

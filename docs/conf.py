@@ -1,4 +1,4 @@
-"""How Sphinx builds the documentation site: `make docs`. Nothing that a page shows is fetched from elsewhere."""
+"""Configuration of the documentation site, which `make docs` builds. Pages load nothing from other sites."""
 
 import sys
 from pathlib import Path
@@ -39,7 +39,7 @@ def setup(app: Any) -> None:
 
 
 def _relink(app: Any, page: str, content: list[str]) -> None:
-    """Let links to files of the repository hold on the site, which are written for those who read docs/ as files."""
+    """Point links to files of the repository at the site. Pages write them for readers of docs/ as files."""
     if not page.startswith(generate.GENERATED):
         content[0] = generate.relink(content[0], DOCS, DOCS)
 

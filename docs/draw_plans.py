@@ -1,4 +1,7 @@
-"""Draws the pictures of docs/plans.md: python docs/draw_plans.py. With --check it says which would be others, and draws none."""
+"""Draw the pictures of docs/plans.md: python docs/draw_plans.py.
+
+With --check, report the pictures that differ from their files, and write none.
+"""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -194,7 +197,10 @@ PICTURES = {
 def text(
     x: float, y: float, words: str, size: int = 12, colour: str = GREY, anchor: str = "start", more: str = ""
 ) -> str:
-    return f'<text x="{x:g}" y="{y:g}" {FONT} font-size="{size}" fill="{colour}" text-anchor="{anchor}"{more}>{escape(words)}</text>'
+    return (
+        f'<text x="{x:g}" y="{y:g}" {FONT} font-size="{size}" fill="{colour}" '
+        f'text-anchor="{anchor}"{more}>{escape(words)}</text>'
+    )
 
 
 def box(
@@ -207,17 +213,26 @@ def box(
     round_: float = 2,
     more: str = "",
 ) -> str:
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round_:g}" fill="{fill}" stroke="{stroke}"{more}/>'
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round_:g}" fill="{fill}" '
+        f'stroke="{stroke}"{more}/>'
+    )
 
 
 def line(
     x: float, y: float, to_x: float, to_y: float, colour: str, width: float = 1.5, more: str = ""
 ) -> str:
-    return f'<line x1="{x:g}" y1="{y:g}" x2="{to_x:g}" y2="{to_y:g}" stroke="{colour}" stroke-width="{width:g}"{more}/>'
+    return (
+        f'<line x1="{x:g}" y1="{y:g}" x2="{to_x:g}" y2="{to_y:g}" stroke="{colour}" '
+        f'stroke-width="{width:g}"{more}/>'
+    )
 
 
 def page(width: float, height: float, title: str, parts: Sequence[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}" role="img">'
+    )
     return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>"]) + "\n"
 
 
@@ -347,7 +362,10 @@ def report(of: Chart) -> str:
     formula = f"; by formula {ideal / (1 + ideal):.1%} and {ideal:.2%}"
     kept = " ".join(f"{float(of.kept(rank)):g}" for rank in range(plan.pp))
     bubble, more = float(of.bubble), float(of.length / of.ideal - 1)
-    return f"{plan.pp_schedule:12} bubble {bubble:.1%} of the time, {more:.2%} of the ideal time{formula}; micro-batches kept by rank: {kept}"
+    return (
+        f"{plan.pp_schedule:12} bubble {bubble:.1%} of the time, {more:.2%} of the ideal time{formula}; "
+        f"micro-batches kept by rank: {kept}"
+    )
 
 
 def main() -> None:

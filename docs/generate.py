@@ -1,4 +1,4 @@
-"""Write the pages of the site that repeat what the code or another file of the repository says, into docs/generated."""
+"""Write into docs/generated the pages of the site that repeat the code or another file of the repository."""
 
 import os
 import re

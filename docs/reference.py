@@ -1,4 +1,4 @@
-"""Pages of the reference that are made of the code: commands, keys of the request, records of a run, the Python interface."""
+"""Reference pages generated from the code: commands, keys of the request, records of a run, Python API."""
 
 import ast
 import dataclasses
@@ -107,8 +107,9 @@ def _meaning(one: Any) -> str:
 
 def _keys() -> Iterator[str]:
     yield (
-        "`--set NAME=VALUE` and a TOML file set these keys. In TOML, keys that start with `spec.` stand at the top of the file without "
-        "that word, and the others in the table of their name. `paceline train TASK --keys` prints this list with the fields of a task."
+        "`--set NAME=VALUE` and a TOML file set these keys. In TOML, keys that start with `spec.` stand at "
+        "the top of the file without that word, and the others in the table of their name. "
+        "`paceline train TASK --keys` prints this list with the fields of a task."
     )
     rows: dict[str, list[Sequence[str]]] = {}
     for key in keys.list_request_keys():
@@ -124,9 +125,15 @@ def _keys() -> Iterator[str]:
 
 
 def _records() -> Iterator[str]:
-    yield "The keys of the JSON files in a [run folder](/files.md). A type with `None` may be `null`; a key with a default may be absent."
+    yield (
+        "The keys of the JSON files in a [run folder](/files.md). A type with `None` may be `null`; a key "
+        "with a default may be absent."
+    )
     yield "## Events of events.jsonl"
-    yield f"Every event has `time`, in seconds since the epoch, and `event`: {', '.join(map(_code, events.KINDS))}."
+    yield (
+        "Every event has `time`, in seconds since the epoch, and `event`: "
+        f"{', '.join(map(_code, events.KINDS))}."
+    )
     for name, kind in events.KINDS.items():
         yield f"### {name}"
         yield _about(kind)
@@ -210,7 +217,7 @@ def _interface() -> Iterator[str]:
 
 
 def as_rst(lines: Sequence[str]) -> list[str]:
-    """Return a docstring, which is plain text with words in backticks, as reStructuredText that shows it as it is."""
+    """Return a docstring, plain text with words in backticks, as reStructuredText that shows it unchanged."""
     found = []
     for paragraph in "\n".join(lines).split("\n\n"):
         if paragraph.startswith(" ") or re.search(r"\S {2,}\S", paragraph):  # columns

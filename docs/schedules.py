@@ -1,4 +1,4 @@
-"""The order in which torch's pipeline schedules compute, and when, if nothing but dependencies makes a rank wait."""
+"""The order and times in which torch's pipeline schedules compute, if ranks wait only for dependencies."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,7 +11,8 @@ from torch.distributed import pipelining
 from paceline.parallel.pipeline.stage import stage_ranks
 from paceline.plan.plan import ResolvedPlan
 
-# Of the forward pass of all layers of a rank; a backward pass takes twice as long, half of it for the gradients of the weights.
+# In units of the forward pass of all layers of a rank. A backward pass takes twice as long; half of it is for
+# the gradients of the weights.
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
@@ -41,11 +42,14 @@ class Chart:
 
     @property
     def bubble(self) -> Fraction:
-        """Share of the whole time."""
+        """The share of the whole time that a rank waits."""
         return 1 - self.ideal / self.length
 
     def kept(self, rank: int) -> Fraction:
-        """The most activations that a rank keeps for its backward passes, in those of a micro-batch in all layers of a rank."""
+        """Return the peak number of activations that a rank keeps for its backward passes.
+
+        The unit is the activations of one micro-batch in all layers of a rank.
+        """
         ends = [(slot.end, -1) for slot in self.slots if slot.rank == rank and slot.kind in "BW"]
         starts = [(slot.start, 1) for slot in self.slots if slot.rank == rank and slot.kind == "F"]
         now = most = 0
@@ -56,7 +60,7 @@ class Chart:
 
 
 class Recorder:
-    """Stands in for the stage of a schedule that has one on each rank, and writes down what it is asked to compute."""
+    """A stand-in for a stage that records the calls of a schedule with one stage per rank."""
 
     has_backward = True
 
@@ -81,10 +85,10 @@ class Recorder:
 
 
 def order(plan: ResolvedPlan) -> dict[int, list[tuple[int, str, int]]]:
-    """Of each pp rank the stages, kinds and micro-batches in the order of torch's schedule. `plan`: all of it said.
+    """Return for each pp rank the stages, kinds and micro-batches in the order of torch's schedule.
 
-    Schedules with several stages on a rank keep a list of it; the others are run on stages that only take notes, since the list that
-    some releases keep of them is not what they do.
+    `plan` has no open keys. Schedules with several stages per rank keep a list of their order. The others run
+    on stages that only record, because the list that some releases keep for them is not what they do.
     """
     kind = getattr(pipelining, plan.schedule.torch_class)
     ranks = stage_ranks(plan)

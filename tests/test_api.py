@@ -1,4 +1,4 @@
-"""The public names of `paceline`: what is exported, with which signatures, and that each of them works from Python."""
+"""The public names of `paceline`: the exported names, their signatures, and their use from Python."""
 
 import inspect
 import os
@@ -138,7 +138,8 @@ class Mine(paceline.Task):
 
     def dataset(self, split):
         draw = torch.Generator().manual_seed(1)
-        return torch.utils.data.TensorDataset(torch.randn(64, 6, generator=draw), torch.randn(64, 3, generator=draw))
+        x, y = torch.randn(64, 6, generator=draw), torch.randn(64, 3, generator=draw)
+        return torch.utils.data.TensorDataset(x, y)
 
     def loss(self, output, batch):
         size = int(os.environ.get("WORLD_SIZE", 1)) if self.wrong else 1
@@ -178,7 +179,8 @@ def test_a_typed_task_passes_mypy_strict(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(
         "import paceline\n\n"
         "def losses(spec: paceline.Spec) -> list[float]:\n"
-        "    return [event.loss for event in paceline.train(spec, 'ddp') if isinstance(event, paceline.Step)]\n\n"
+        "    return [event.loss for event in paceline.train(spec, 'ddp') if isinstance(event, "
+        "paceline.Step)]\n\n"
         "best = paceline.find_plans(paceline.Spec(task='digits', batch=64), 4)\n"
         "plan, cost = best.plans[0]\n"
         "seconds: float = cost.step_s\n"

@@ -121,7 +121,7 @@ def test_links_within_the_site_lead_somewhere(site, pages):
 
 
 def test_every_page_is_found(site):
-    """By the table of contents, and by the search, whose index is a script, so that it is read from file:// too."""
+    """By the table of contents and the search, whose index is a script, so that browsers read it from file://."""
     index = (site / "searchindex.js").read_text()
     found = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))
     assert {path.stem for path in (ROOT / "docs").glob("*.md")} <= set(found["docnames"])
@@ -179,7 +179,8 @@ def test_the_records_have_every_key(site, tmp_path):
 
 def test_what_loads_from_outside_is_seen():
     html = """<a href="https://a.org"></a><link href="//b.org/c.css"><script src="HTTP://d.org/e.js"></script>
-    <img srcset="f.png 2x"><style>@import "https://g.org/h.css"; body { background: url(https://i.org/j.png) }</style>
+    <img srcset="f.png 2x">
+    <style>@import "https://g.org/h.css"; body { background: url(https://i.org/j.png) }</style>
     <p style="background: url('//k.org/l')"></p>"""
     outside = [urlsplit(address).netloc for address in Page(html).loads if is_outside(address)]
     assert outside == ["b.org", "d.org", "g.org", "i.org", "k.org"]

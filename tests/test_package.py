@@ -79,7 +79,8 @@ def test_a_wrong_import_breaks_the_layers(tmp_path):
     assert "0 broken" in layers(tmp_path)
     with (tmp_path / "paceline/units.py").open("a") as file:
         file.write(
-            "\n\ndef planted():\n    from paceline.plan.plan import Plan\n    import torch\n    return Plan, torch\n"
+            "\n\ndef planted():\n    from paceline.plan.plan import Plan\n    import torch\n    return "
+            "Plan, torch\n"
         )
     said = layers(tmp_path)
     assert "paceline.units -> paceline.plan.plan" in said
@@ -88,7 +89,10 @@ def test_a_wrong_import_breaks_the_layers(tmp_path):
 
 
 def layers(at: Path) -> str:
-    code = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command; lint_imports_command()"
+    code = (
+        "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command; "
+        "lint_imports_command()"
+    )
     return subprocess.run(
         [sys.executable, "-c", code], cwd=at, capture_output=True, text=True, env=environment(), timeout=120
     ).stdout
@@ -116,7 +120,8 @@ REPORTED = """
 import importlib.metadata, json
 import paceline
 from paceline.run import collect_provenance
-print(json.dumps([importlib.metadata.version("paceline"), paceline.__version__, collect_provenance()["packages"]["paceline"]]))
+installed = importlib.metadata.version("paceline")
+print(json.dumps([installed, paceline.__version__, collect_provenance()["packages"]["paceline"]]))
 """
 
 

@@ -1,4 +1,4 @@
-"""The page of plans: its pictures are those that its script draws, and each of its commands is a plan that can be."""
+"""The page of plans shows the pictures that its script draws, and its commands name valid plans."""
 
 import re
 import shlex
@@ -46,7 +46,10 @@ def test_the_pictures_are_what_the_script_draws(checked):
 
 
 def test_the_bubbles_are_those_of_the_formula_and_on_the_page(checked):
-    """gpipe, 1f1b: (p-1)/(m+p-1) of the time. Of the ideal time interleaved: (p-1)/(v m), gradients of weights apart: (p-1)/(3 v m)."""
+    """gpipe, 1f1b: (p-1)/(m+p-1) of the time.
+
+    Of the ideal time, interleaved: (p-1)/(v m); with separate gradients of weights: (p-1)/(3 v m).
+    """
     found = dict(re.findall(r"^(\S+) +bubble (\S+)% of the time", checked.stdout, re.M))
     assert set(found) == set(RUNNABLE_SCHEDULES)
     assert found["gpipe"] == found["1f1b"] == f"{100 * 3 / 11:.1f}"

@@ -52,7 +52,7 @@ def test_it_is_yaml(name):
 
 
 def test_what_contributing_names_is_there():
-    """Files, targets of make, and names of classes, tables and functions: the page follows when they are renamed."""
+    """The page is updated when files, targets of make, classes, tables or functions are renamed."""
     page = (ROOT / "CONTRIBUTING.md").read_text()
     quoted = set(re.findall(r"`([^`\n]+)`", page))
     paths = {word for word in quoted if re.fullmatch(r"(src|tests|docs)/[\w./]+\w", word)}

@@ -38,7 +38,7 @@ COMMANDS = [*README["commands"].splitlines(), *TOUR["planning"].splitlines(), *T
 
 @pytest.mark.parametrize("command", [line.partition("#")[0].strip() for line in COMMANDS])
 def test_the_tour(command, folder):
-    """In their order: some go on with what others left. The first is cold, as are those of other launchers."""
+    """In order: some commands use files of earlier ones. `train` and other launchers start a new process."""
     program, *words = shlex.split(command)
     if program == "paceline" and words != ["train"]:
         succeed(*words, at=folder)

@@ -1,4 +1,4 @@
-"""Attacks that a colleague on a shared machine or on the network of a cluster could try, replayed: none of them runs code or costs data."""
+"""Attacks by other users of a machine or of the network of a cluster: none runs code or destroys data."""
 
 import ast
 import base64
@@ -304,7 +304,8 @@ def test_a_pickle_cannot_change_the_classes_that_it_names(trained, tmp_path):
     forge(
         at,
         {
-            ".metadata": b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n(N}(X\x04\x00\x00\x00evilK\x01utb."
+            ".metadata": b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n"
+            b"(N}(X\x04\x00\x00\x00evilK\x01utb."
         },
     )
     with pytest.raises(CheckpointError, match=r"is damaged: \.metadata"):
@@ -437,7 +438,7 @@ def test_pools_listen_on_loopback_alone():
 
 
 def test_the_source_opens_stores_and_creates_files_in_the_safe_way():
-    """torch's class, called with `is_master`, listens on all interfaces; `os.open` makes files executable, unless it is told their mode."""
+    """torch's store with `is_master` listens everywhere; `os.open` makes executable files by default."""
     for path in Path(paceline_package.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             where = f"{path}, line {getattr(node, 'lineno', 0)}"
@@ -487,7 +488,7 @@ def test_ranks_of_one_machine_stay_there(monkeypatch):
 
 @pytest.mark.parametrize("plan", ["ddp", pytest.param("parameter-server", marks=pytest.mark.slow)])
 def test_a_local_training_while_it_is_attacked(tmp_path, plan):
-    """It listens on loopback, unpickles nothing of its store, and creates files with the umask of the user."""
+    """It listens on loopback, unpickles nothing from its store, and creates files with the user's umask."""
     write_task(tmp_path)
     slow, run = slow_down(tmp_path / "slow", 0.1), tmp_path / "r"
     words = (
@@ -775,7 +776,8 @@ def test_a_script_that_is_run_runs_nothing_of_its_names(name, tmp_path):
 
 
 OURS = (
-    "--array=1-4|--array 1-4|-a1-4|-a 1-4|-Ha1-4|--arr=1-4|--exclusive --array=1-4|--comment='a b' -a1|--nodes=3|-N3|-n 3|--ntasks=3|"
+    "--array=1-4|--array 1-4|-a1-4|-a 1-4|-Ha1-4|--arr=1-4|--exclusive --array=1-4|--comment='a b' "
+    "-a1|--nodes=3|-N3|-n 3|--ntasks=3|"
     "--ntasks-per-node=3|-o x|--output=x|--signal=USR2|--open-mode=truncate|--wrap=ls"
 )
 
@@ -805,8 +807,8 @@ def test_a_job_array_is_refused_in_words(tmp_path):
     refused = paceline("submit", "digits", "--dry-run", at=tmp_path)
     assert (refused.status, refused.out) == (2, "")
     assert (
-        "site.toml: sbatch has '--array=1-4', which conflicts with the job script of Paceline; its tasks would all train in one run folder"
-        in refused.err
+        "site.toml: sbatch has '--array=1-4', which conflicts with the job script of Paceline; its "
+        "tasks would all train in one run folder" in refused.err
     )
     assert "submit each training separately, with a different --run-dir" in refused.err
     (tmp_path / "r").mkdir()
@@ -856,7 +858,7 @@ def test_only_folders_with_plain_numbers_are_checkpoints(run):
 
 
 def test_what_a_run_holds_is_of_its_kind(run):
-    """A pipe would keep every reader for ever; a file where checkpoints should be costs the training at its end."""
+    """A pipe would block each reader; a file named like the checkpoint folder would lose the training."""
     for name in (
         "ckpt",
         "ranks",
@@ -1074,7 +1076,10 @@ def test_a_heartbeat_of_somebody_else(run, change):
 
 def test_no_process_is_signalled_that_does_not_write_the_stacks_of_the_run(run):
     """Another process of this user that has a handler for this signal."""
-    code = "import signal, sys, time; signal.signal(NUMBER, lambda *a: sys.exit(7)); print(flush=True); time.sleep(600)"
+    code = (
+        "import signal, sys, time; signal.signal(NUMBER, lambda *a: sys.exit(7)); print(flush=True); "
+        "time.sleep(600)"
+    )
     code = code.replace("NUMBER", str(int(SIGNAL)))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
         try:

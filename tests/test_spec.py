@@ -237,11 +237,13 @@ def test_malformed_overrides_are_refused(item):
         ),
         (
             '[schedule]\nname = "step"',
-            "schedule.every (samples between two decays) is required by schedule.name='step', and only by it; got name='step', every=None",
+            "schedule.every (samples between two decays) is required by schedule.name='step', and only "
+            "by it; got name='step', every=None",
         ),
         (
             "[schedule]\nevery = 3",
-            "schedule.every (samples between two decays) is required by schedule.name='step', and only by it; got name='constant', every=3",
+            "schedule.every (samples between two decays) is required by schedule.name='step', and only "
+            "by it; got name='constant', every=3",
         ),
         ("[schedule]\nfloor = 1.5", "schedule.floor must be less than or equal to 1, got 1.5"),
         ('[save]\nbest = "accuracy"', "save.best must be 'min NAME' or 'max NAME', got 'accuracy'"),
@@ -428,7 +430,8 @@ def test_plain_type_checkers_see_the_defaults():
 @pytest.mark.slow
 def test_mypy_without_plugins(tmp_path):
     (tmp_path / "mine.py").write_text(
-        'from paceline.spec import Launch, Optimizer, Spec\n\nSpec(task="digits")\nSpec(task="a", batch=8, optimizer=Optimizer(lr=0.1))\n'
+        'from paceline.spec import Launch, Optimizer, Spec\n\nSpec(task="digits")\nSpec(task="a", '
+        "batch=8, optimizer=Optimizer(lr=0.1))\n"
         "Launch(ranks=2)\nSpec(bach=3)\n"
     )
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\n")
@@ -452,7 +455,8 @@ def test_dissimilar_names_are_not_suggested():
     for name, message in (
         (
             "optimizer.ema",
-            "unknown key optimizer.ema; available: name, lr, weight_decay, momentum, nesterov, betas, eps, clip",
+            "unknown key optimizer.ema; available: name, lr, weight_decay, momentum, nesterov, betas, "
+            "eps, clip",
         ),
         ("spec.ema", "unknown key ema; paceline train --keys lists them"),
         ("optimizer.beta", "unknown key optimizer.beta; did you mean optimizer.betas?"),

@@ -113,7 +113,8 @@ from pathlib import Path
 from paceline import spec
 from paceline.spec import Launch, Spec
 assert locale.getencoding().lower() not in ("utf-8", "utf8"), locale.getencoding()
-spec.save(Path("spec.toml"), Spec(task="digits"), Launch(ranks=2, plan="ddp", chosen="90 \\u00b5s \\u00b1 3 % \\u2192"))
+launch = Launch(ranks=2, plan="ddp", chosen="90 \\u00b5s \\u00b1 3 % \\u2192")
+spec.save(Path("spec.toml"), Spec(task="digits"), launch)
 assert spec.load(Path("spec.toml"), {})[1].chosen == "90 \\u00b5s \\u00b1 3 % \\u2192"
 """
 

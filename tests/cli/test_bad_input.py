@@ -72,7 +72,8 @@ class Changed(Regression):
         if self.fate == "a number":
             return 3.0
         if self.fate == "diverges":
-            return super().loss(output, batch) * batch[1].new_tensor(float("nan") if batch[1].isinf().any() else 1.0)
+            factor = float("nan") if batch[1].isinf().any() else 1.0
+            return super().loss(output, batch) * batch[1].new_tensor(factor)
         return super().loss(output, batch)
 
 
@@ -139,7 +140,8 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
         ),
         (
             "train digit",
-            "no such task: 'digit'; expected digits, mnist, text, a file my.py:Class or a module package.module:Class; did you mean digits?",
+            "no such task: 'digit'; expected digits, mnist, text, a file my.py:Class or a module "
+            "package.module:Class; did you mean digits?",
         ),
         ("train no.such:Thing", "cannot import 'no.such', named by no.such:Thing: No module named 'no'"),
         ("train run.toml", "cannot read run.toml: No such file or directory"),
@@ -199,7 +201,8 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
         ("train bad.py:Regression --device gpu", "device must be 'cpu' or 'cuda', got 'gpu'"),
         (
             "train bad.py:Regression --schedule step",
-            "schedule.every (samples between two decays) is required by schedule.name='step', and only by it; got name='step', every=None",
+            "schedule.every (samples between two decays) is required by schedule.name='step', and only "
+            "by it; got name='step', every=None",
         ),
         (
             "train bad.py:Regression --plan zerro3",
@@ -354,14 +357,16 @@ def test_a_missing_gpu_is_refused(here):
         ),
         (
             "{at}/bad.py:",
-            "{at}/bad.py has 4 tasks (Regression, Clash, NoLoss, Changed); specify the class: {at}/bad.py:NAME",
+            "{at}/bad.py has 4 tasks (Regression, Clash, NoLoss, Changed); specify the class: "
+            "{at}/bad.py:NAME",
         ),
         ("{at}/bad.py:os", "os in {at}/bad.py is not a subclass of paceline.Task"),
         ("{at}/bad.py:Task", "{at}/bad.py:Task has no method model; a task requires model, dataset, loss"),
         ("{at}:Task", "cannot import '{at}', named by {at}:Task: No module named '{at}'"),
         (
             "",
-            "no such task: ''; expected digits, mnist, text, a file my.py:Class or a module package.module:Class",
+            "no such task: ''; expected digits, mnist, text, a file my.py:Class or a module "
+            "package.module:Class",
         ),
         ("json:JSONDecoder", "JSONDecoder in json is not a subclass of paceline.Task"),
         ("json:Task", "json has no class Task"),
@@ -498,7 +503,8 @@ def failing(spec: Spec, plan: str | None = None, run: RunFolder | None = None) -
         (
             "raises",
             DataError,
-            f"sample 31 of 'train' raised OSError: the disk has a hole ({{here}}/bad.py, line {LINE_OF_HOLE})",
+            f"sample 31 of 'train' raised OSError: the disk has a hole ({{here}}/bad.py, line "
+            f"{LINE_OF_HOLE})",
         ),
         (
             "raises without a word",
@@ -556,7 +562,8 @@ def refusal_here(spec: Spec, plan: str) -> str:
             "uneven",
             50,
             "ddp",
-            "dataset('train') has 50 samples on rank 0 and 51 on rank 1; every rank must see the whole dataset, ",
+            "dataset('train') has 50 samples on rank 0 and 51 on rank 1; every rank must see the whole "
+            "dataset, ",
         ),
         ("none", 1, "zero3", "2 ranks for 1 training samples; use at most --ranks 1"),
         (
@@ -650,7 +657,10 @@ def test_oversized_values_give_one_short_sentence(here):
 def test_a_sample_that_raises_on_one_of_two_ranks(here, tmp_path):
     """One sentence although two ranks fail; the events have it, and --debug shows the line."""
     result = train_two(here, tmp_path, "raises", "--save-every", "1", "--workers", "2")
-    sentence = f"rank 1: sample 31 of 'train' raised OSError: the disk has a hole ({here}/bad.py, line {LINE_OF_HOLE})"
+    sentence = (
+        f"rank 1: sample 31 of 'train' raised OSError: the disk has a hole ({here}/bad.py, line "
+        f"{LINE_OF_HOLE})"
+    )
     assert (result.status, result.err) == (2, f"paceline: {sentence}\n"), result.all
     failed = [event for event in of_kind(tmp_path / "r", Failed) if not event.lost_peer]
     assert [event.message for event in failed] == [sentence]

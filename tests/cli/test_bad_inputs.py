@@ -1,4 +1,4 @@
-"""Every bad input of bad_inputs.py: exit status, one sentence with the expected parts, no traceback, no files left."""
+"""Each bad input of bad_inputs.py gives an exit status and one sentence, without a traceback or new files."""
 
 import os
 import random

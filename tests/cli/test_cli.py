@@ -267,7 +267,8 @@ def test_train_prints_its_progress(trained):
     lines = result.out.splitlines()
     assert result.err == ""
     assert re.match(
-        r"my.py:Tied with \d+ parameters: to step 12, batch 12 of 53 samples; plan ddp,microbatches=2 on 2 ranks, cpu, fp32, \d threads? each",
+        r"my.py:Tied with \d+ parameters: to step 12, batch 12 of 53 samples; plan ddp,microbatches=2 "
+        r"on 2 ranks, cpu, fp32, \d threads? each",
         lines[0],
     )
     for pattern in (
@@ -467,7 +468,8 @@ def test_export_an_earlier_step_and_overwrite_a_file(trained, tmp_path):
     nowhere = paceline("export", at / "r", tmp_path / "no/w.safetensors", at=tmp_path)
     assert (nowhere.status, nowhere.err) == (
         2,
-        f"paceline: cannot write {tmp_path}/no/w.safetensors: no such folder: {tmp_path}/no; create it first\n",
+        f"paceline: cannot write {tmp_path}/no/w.safetensors: no such folder: {tmp_path}/no; create it "
+        "first\n",
     )
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
 

@@ -141,7 +141,9 @@ class Bad(Task):
     def dataset(self, split):
         self.perhaps("dataset")
         kind = Batches if self.fate == "batch_of" else Points
-        return kind(self.fate, self.how) if split == "train" else Points(self.fate if split != "train" else "", self.how, 8)
+        if split == "train":
+            return kind(self.fate, self.how)
+        return Points(self.fate, self.how, 8)
 
     def inputs(self, batch):
         self.perhaps("inputs")
@@ -441,7 +443,7 @@ def test_debug_shows_the_traceback(here, tmp_path):
 
 
 def test_a_signal_is_not_an_error_of_the_task():
-    """The KeyboardInterrupt of a signal passes in a busy loop and in a blocking call; so do errors of Paceline."""
+    """A KeyboardInterrupt passes unchanged in a busy loop and in a blocking call, as do Paceline's errors."""
     source = (
         "import os, signal, threading, time\n"
         "from paceline.user_code import UserCode\n"
@@ -482,7 +484,9 @@ class Whole(Task):
         return Two()
 
     def dataset(self, split):
-        return [(torch.ones(4 + self.ragged * i), torch.ones(3)) for i in range(8)] if split == "train" else None
+        if split != "train":
+            return None
+        return [(torch.ones(4 + self.ragged * i), torch.ones(3)) for i in range(8)]
 
     def inputs(self, batch):
         return batch

@@ -248,15 +248,18 @@ def test_short_form_of_a_cluster():
         ),
         (
             "h20:8",
-            "h20 is not in the table of published devices (a cluster.json can describe it); did you mean h200",
+            "h20 is not in the table of published devices (a cluster.json can describe it); did you "
+            "mean h200",
         ),
         (
             "rtx5090",
-            "rtx5090 is not in the table of published devices (a cluster.json can describe it); available: v100-16g, ",
+            "rtx5090 is not in the table of published devices (a cluster.json can describe it); "
+            "available: v100-16g, ",
         ),
         (
             "a100-80g:8x",
-            "cluster must be DEVICE:DEVICES_PER_NODExNODES@GB/s, as in a100-80g:8x128@25, or a cluster.json, got 'a100-80g:8x'",
+            "cluster must be DEVICE:DEVICES_PER_NODExNODES@GB/s, as in a100-80g:8x128@25, or a "
+            "cluster.json, got 'a100-80g:8x'",
         ),
         ("a100-80g x 3", "cluster must be DEVICE:"),
         ("", "cluster must be DEVICE:"),
@@ -268,7 +271,8 @@ def test_short_form_of_a_cluster():
         ),
         (
             "nowhere/cluster.json",
-            "cannot read nowhere/cluster.json: No such file or directory; paceline bench writes this file, and ",
+            "cannot read nowhere/cluster.json: No such file or directory; paceline bench writes this "
+            "file, and ",
         ),
     ],
 )

@@ -106,7 +106,7 @@ def test_two_gpus_with_nvlink():
 
 
 def test_eight_gpus_with_network_cards():
-    """Each GPU shares a switch with one card, with a different number. NIC1, NIC2, NIC7 and NIC8 are for storage."""
+    """Each GPU shares a switch with one card of a different number. NIC1, 2, 7 and 8 are for storage."""
     found = topology.parse_nvidia(recorded("nvidia-smi-topo-8xH100.txt"))
     assert topology.gpu_names(found) == tuple(f"GPU{k}" for k in range(8))
     assert topology.count_gpu_links(found) == {"NV18": 28}
@@ -174,7 +174,10 @@ def test_two_sockets_with_numa_nodes():
 
 def test_without_lscpu():
     flags = "fpu avx avx2 avx512f avx512_bf16 amx_bf16"
-    info = f"processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R)\nflags\t\t: {flags}\n\nprocessor\t: 1\n"
+    info = (
+        "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R)\n"
+        f"flags\t\t: {flags}\n\nprocessor\t: 1\n"
+    )
     found = cpu.parse(info, "x86_64", 2)
     assert (found.name, found.threads, found.sockets) == ("Intel(R) Xeon(R)", 2, None)
     assert (found.vector, found.matrix) == (("AVX-512", "AVX-512 BF16"), ("AMX BF16",))
@@ -433,9 +436,12 @@ def test_examine_a_directory(tmp_path):
 
 
 def test_versions_in_the_build_configuration_of_torch():
-    text = """  - Intel(R) oneAPI Math Kernel Library Version 2024.2-Product Build 20240605 for Intel(R) 64 architecture applications
-  - Intel(R) MKL-DNN v3.12.0 (Git Hash 80afa71049cd69a3df32adcccb623b12cd7baa22)
-  - OpenMP 201511 (a.k.a. OpenMP 4.5)"""
+    text = (
+        "  - Intel(R) oneAPI Math Kernel Library Version 2024.2-Product Build 20240605 for Intel(R) 64 "
+        "architecture applications\n"
+        "  - Intel(R) MKL-DNN v3.12.0 (Git Hash 80afa71049cd69a3df32adcccb623b12cd7baa22)\n"
+        "  - OpenMP 201511 (a.k.a. OpenMP 4.5)"
+    )
     assert versions(text) == {"mkl": "2024.2", "mkldnn": "3.12.0", "openmp": "4.5"}
     assert versions("PyTorch built with:\n  - clang 14") == {}
 
@@ -560,7 +566,8 @@ def test_a_failing_driver_is_not_reported_as_no_gpu(tmp_path, monkeypatch):
     """A fake nvidia-smi prints what the real tool prints without its driver."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
-        "#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'\nexit 9\n"
+        "#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA "
+        "driver.'\nexit 9\n"
     )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

@@ -1,4 +1,7 @@
-"""The order of samples is a pure function of (seed, epoch, position); no sample is lost or seen twice, on any number of ranks."""
+"""The order of samples is a pure function of (seed, epoch, position).
+
+On any number of ranks, no sample is lost or seen twice.
+"""
 
 import os
 import random

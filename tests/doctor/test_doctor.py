@@ -225,8 +225,8 @@ def test_torchrun_names_the_cause_once(tmp_path: Path) -> None:
     assert result.status != 0
     [stall] = of_kind(run, Stalled)
     assert (
-        f"paceline: rank 0 lost the connection to another rank: {stall.message}; no checkpoint was written yet\n"
-        in result.err
+        f"paceline: rank 0 lost the connection to another rank: {stall.message}; no checkpoint was "
+        "written yet\n" in result.err
     )
     assert result.err.count(stall.message) == 1
 

@@ -176,7 +176,8 @@ def test_clocks_are_shifted(tmp_path: Path) -> None:
         (("--keep", "."), ". exists already; name a new folder with --keep"),
         (
             ("--plan", "parameter-server"),
-            "plan parameter-server computes a different result in each training, so drill cannot compare them",
+            "plan parameter-server computes a different result in each training, so drill cannot "
+            "compare them",
         ),
         (
             ("--ranks", "3", "--plan", "tp=2"),

@@ -1,4 +1,4 @@
-"""An agent on each of several nodes restarts ranks when ranks are killed, nodes lost, links cut or the store gone."""
+"""An agent on each node restarts the ranks after a killed rank, a lost node, a cut link or a lost store."""
 
 import contextlib
 import platform
@@ -183,7 +183,7 @@ def agents(folder: Path, nodes: list[network.Node] | None = None, **launch: obje
 
 @pytest.mark.slow
 def test_a_killed_rank_restarts_all_ranks(reference: Path, tmp_path: Path) -> None:
-    """The second failure has no restart left and is reported once. Weights equal those of an undisturbed training."""
+    """The second failure has no restart left and is reported once. Weights equal an undisturbed run."""
     with agents(tmp_path) as group:
         group.until(lambda: RunFolder(group.run).checkpoints() != [], "saved")
         process(group.run, "rank", 1).kill()
@@ -274,8 +274,8 @@ class TestNetwork:
         assert (first, err) == (0, "")
         assert second == 2
         assert (
-            lost
-            == f"paceline: node {nodes[1].name} ends: it could not reach node {nodes[0].address}, where the agents meet, for 20 s\n"
+            lost == f"paceline: node {nodes[1].name} ends: it could not reach node {nodes[0].address}, where "
+            "the agents meet, for 20 s\n"
         )
         [failure] = [event for event in of_kind(group.run, Failed) if event.what == "node"]
         assert failure.message.startswith(f"node {nodes[1].name} with rank 1 was lost, after step "), failure

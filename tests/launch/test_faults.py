@@ -85,7 +85,10 @@ def test_datasets_of_unequal_length_are_refused_before_the_first_step(
     with begin(tmp_path, OWN_PART, program=program) as running:
         result = running.wait(60)
         running.until_all_ended(10)
-    sentence = "paceline: dataset('train') has 53 samples on rank 0 and 52 on rank 1; every rank must see the whole dataset, Paceline splits it\n"
+    sentence = (
+        "paceline: dataset('train') has 53 samples on rank 0 and 52 on rank 1; every rank must see the "
+        "whole dataset, Paceline splits it\n"
+    )
     assert result.status != 0
     assert result.all.count(sentence) == 1, result.all
     assert not of_kind(tmp_path / "run", Started)

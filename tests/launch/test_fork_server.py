@@ -38,7 +38,9 @@ import json, resource, signal, stat, sys, threading
 def surroundings():
     def kind(descriptor):
         mode = os.fstat(descriptor).st_mode
-        return "socket" if stat.S_ISSOCK(mode) else "pipe" if stat.S_ISFIFO(mode) else os.readlink(f"/proc/self/fd/{descriptor}")
+        if stat.S_ISSOCK(mode):
+            return "socket"
+        return "pipe" if stat.S_ISFIFO(mode) else os.readlink(f"/proc/self/fd/{descriptor}")
 
     files = []
     for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -46,7 +48,8 @@ def surroundings():
             files.append((descriptor if descriptor < 3 else "more", kind(descriptor)))
     umask = os.umask(0)
     os.umask(umask)
-    shown = dict(item.split("=", 1) for item in Path("/proc/self/environ").read_text().split("\\0") if "=" in item)
+    items = Path("/proc/self/environ").read_text().split("\\0")
+    shown = dict(item.split("=", 1) for item in items if "=" in item)
     return {
         "environment": dict(os.environ),
         "shown": {name: value for name, value in shown.items() if name != "PACELINE_ROOM"},
@@ -55,7 +58,8 @@ def surroundings():
         "path": sys.path,
         "main": sys.modules["__main__"].__spec__.name,
         "folder": os.getcwd(),
-        "files": sorted((file for file in files if not file[1].endswith(".stacks")), key=str),  # opened by a thread
+        # a thread opens the .stacks files
+        "files": sorted((file for file in files if not file[1].endswith(".stacks")), key=str),
         "signals": {number: str(signal.getsignal(number)).partition(" at ")[0] for number in range(1, 32)},
         "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "umask": umask,

@@ -1,4 +1,4 @@
-"""Ranks through Ray train the same, on a local Ray or a cluster. Failures are reported once, and no process remains."""
+"""Ranks on a local Ray or a Ray cluster train the same. Failures are reported once; no process remains."""
 
 import os
 import shutil
@@ -125,7 +125,10 @@ def test_more_ranks_than_the_cluster_has_cpus(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     request = ("--ranks", str(cores + 1), "--batch", str(cores + 1), "--device", "cpu")
     result = paceline("train", *request, "--launcher", "ray", at=tmp_path, **RAY)
-    message = f"paceline: --ranks must be at most {cores}, the CPUs of the Ray cluster, got {cores + 1}; use --ranks {cores}\n"
+    message = (
+        f"paceline: --ranks must be at most {cores}, the CPUs of the Ray cluster, got {cores + 1}; use "
+        f"--ranks {cores}\n"
+    )
     assert (result.status, result.out, result.err) == (2, "", message)
     assert not list((tmp_path / "runs").iterdir())
 
@@ -177,7 +180,10 @@ def test_a_killed_actor_is_reported(tmp_path: Path) -> None:
         assert result.status == 2, result.all
         running.until_all_ended()
     kept = RunFolder(run).checkpoints()[-1]  # its rank has noticed, and all ranks have saved
-    message = f"paceline: rank 1 was lost with its node, after step {kept}; continue from step {kept} with: paceline resume r\n"
+    message = (
+        f"paceline: rank 1 was lost with its node, after step {kept}; continue from step {kept} with: "
+        "paceline resume r\n"
+    )
     assert result.err.startswith(message), result.all
     assert "raylet" not in result.out
 
@@ -206,7 +212,7 @@ def test_a_worker_of_a_parameter_server_may_die(tmp_path: Path) -> None:
 
 @pytest.fixture
 def cluster() -> Iterator[tuple[str, list[str]]]:
-    """A cluster of two nodes with one processor each: its address, and the marks of the processes of each node."""
+    """Yield the address of a cluster of two nodes with one CPU each, and the process marks of each node."""
     folder = tempfile.mkdtemp(prefix="ray-test-", dir="/tmp")  # for sockets, so its path must be short
     marks = [f"{folder}-{node}" for node in range(2)]
 
@@ -280,7 +286,8 @@ def test_a_lost_node_is_reported(
     refusal, cause, *_ = result.err.splitlines()
     assert (
         refusal
-        == "paceline: not restarted: --ranks must be at most 1, the CPUs of the Ray cluster, got 2; use --ranks 1"
+        == "paceline: not restarted: --ranks must be at most 1, the CPUs of the Ray cluster, got 2; use "
+        "--ranks 1"
     ), result.all
     assert cause.startswith("paceline: rank 1 was lost with its node, after step"), result.all
     resumed = succeed(

@@ -40,7 +40,8 @@ for offset_s in (-0.99, 0.0, 0.99):
         def launch(on_restart, on_start):
             on_start()
             old = subprocess.Popen(["sleep", "600"])
-            events.append(run.events, Failed(time=true_time() + late_s, what="run", step=1, rank=1, message="a fault"))
+            failed = Failed(time=true_time() + late_s, what="run", step=1, rank=1, message="a fault")
+            events.append(run.events, failed)
             assert old.wait(60) == -9  # it would not have ended
             on_start()
             new = subprocess.Popen(["sleep", "600"])

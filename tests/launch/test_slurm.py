@@ -1,4 +1,4 @@
-"""Jobs in a real Slurm of two nodes: submit, start on both, save at the time limit, requeue, cancel, refuse."""
+"""Jobs in a real Slurm of two nodes: submit, start, save at the time limit, requeue, cancel, refuse."""
 
 import json
 import os
@@ -90,7 +90,8 @@ def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, slurm, tmp_
     until(lambda: steps_done(run) >= 3, "at step 3", run)
     now = succeed("status", "runs/a", at=tmp_path, **slurm.env)
     assert re.fullmatch(
-        rf"runs/a: job {job} RUNNING on n\[1-2\], 00:\d\d:\d\d of 00:10:00; step \d+ of 24, loss \d\.\d+, [\d.]+ samples/s\n",
+        rf"runs/a: job {job} RUNNING on n\[1-2\], 00:\d\d:\d\d of 00:10:00; step \d+ of 24, loss "
+        r"\d\.\d+, [\d.]+ samples/s\n",
         now.out,
     )
     slurm.run("scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1@120 does before the time limit
@@ -166,7 +167,8 @@ def test_cancel_a_job(slurm, tmp_path):
     assert twice.status == 2
     assert (
         twice.err
-        == f"paceline: runs/a is not running: stopped at step {ended.step}; continue with: paceline resume runs/a\n"
+        == f"paceline: runs/a is not running: stopped at step {ended.step}; continue with: paceline "
+        "resume runs/a\n"
     )
     assert paceline("logs", "runs/b", at=tmp_path, **slurm.env).err == (
         f"paceline: runs/b has no output yet: job {waiting} has not started; see paceline status runs/b\n"
@@ -240,7 +242,7 @@ srun "$@"
 @pytest.mark.slurm
 @pytest.mark.slow
 def test_trainings_of_a_job_array_are_independent(slurm, tmp_path):
-    """On the same nodes at the same time, they share no ports, files or folders, although none was specified."""
+    """On the same nodes at the same time, they share no ports, files or folders, although none are given."""
     write_task(tmp_path)
     (tmp_path / "array.sh").write_text(ARRAY)
     env = environment(OMP_NUM_THREADS="1", SLOW=str(slow_down(tmp_path / "slow", 0.01)), **slurm.env)
@@ -280,13 +282,15 @@ def test_a_container_and_stage_in(slurm, tmp_path):
     image.write_text(
         '#!/bin/bash\nwhile [ "$1" != image.sif ]; do shift; done; shift\n'
         'for name in ${!APPTAINERENV_*}; do inside+=("${name#APPTAINERENV_}=${!name}"); done\n'
-        f'[ "$1" = python ] && shift\nexec env -i PATH="$PATH" PYTHONPATH="$PYTHONPATH" "${{inside[@]}}" {sys.executable} "$@"\n'
+        '[ "$1" = python ] && shift\nexec env -i PATH="$PATH" PYTHONPATH="$PYTHONPATH" '
+        f'"${{inside[@]}}" {sys.executable} "$@"\n'
     )
     image.chmod(image.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "hello").write_text("hello")
     os.system(f"tar -C {tmp_path} -cf {stage} hello")
     (tmp_path / "site.toml").write_text(
-        f'container = "image.sif"\nscratch = "{tmp_path}/$SLURMD_NODENAME"\nstage_in = "{stage}"\n[environment]\nOMP_NUM_THREADS = "1"\n'
+        f'container = "image.sif"\nscratch = "{tmp_path}/$SLURMD_NODENAME"\nstage_in = '
+        f'"{stage}"\n[environment]\nOMP_NUM_THREADS = "1"\n'
     )
     path = f"{image.parent}:{PATH}"
     job = submit(slurm, tmp_path, "--nodes", "2", "--ranks-per-node", "1", "--run-dir", "r", PATH=path)
@@ -319,7 +323,8 @@ def test_preflight_queries_slurm_without_queueing(slurm, tmp_path):
     assert result.status == 0, result.all
     taken, overridden = findings["slurm"]
     assert re.match(
-        r"passes: Slurm accepts the job: Job \d+ to start at \S+ using 4 processors on nodes n\[1-2\] in partition short$",
+        r"passes: Slurm accepts the job: Job \d+ to start at \S+ using 4 processors on nodes n\[1-2\] "
+        r"in partition short$",
         taken,
     )
     assert overridden.startswith("warns: SBATCH_QOS=long overrides the default qos; unset SBATCH_QOS, or ")
@@ -421,7 +426,8 @@ def refused(result: Result, folder: Path, message: str) -> None:
         (
             'partition = "closed"\naccount = "sports"',
             (),
-            "Slurm would never start the job: Job's account not known, so it can't use this partition (closed allows physics); "
+            "Slurm would never start the job: Job's account not known, so it can't use this partition "
+            "(closed allows physics); "
             "it was cancelled",
         ),
         ('sbatch = ["--mem=x"]', (), "sbatch: Invalid --mem specification"),
@@ -454,7 +460,8 @@ def test_jobs_that_slurm_refuses(site, words, message, slurm, tmp_path):
         ),
         (
             ("digits", "--nodes", "2:4"),
-            "--nodes 2:4 requires restarts, to continue on fewer nodes; specify their maximum number: --restarts 3",
+            "--nodes 2:4 requires restarts, to continue on fewer nodes; specify their maximum number: "
+            "--restarts 3",
         ),
         (
             ("digits", "--nodes", "4:2", "--restarts", "1"),
@@ -484,7 +491,10 @@ def test_requests_that_cannot_be_submitted(words, message, tmp_path):
 
 def test_commands_without_slurm(tmp_path):
     slurm = {"PATH": str(tmp_path)}
-    message = "there is no sbatch on PATH; submit from a machine with Slurm, or train here with paceline train (--dry-run shows the script)"
+    message = (
+        "there is no sbatch on PATH; submit from a machine with Slurm, or train here with paceline train "
+        "(--dry-run shows the script)"
+    )
     refused(paceline("submit", "digits", at=tmp_path, **slurm), tmp_path, message)
     result = paceline("train", "digits", "--nodes", "2", at=tmp_path)
     assert "--nodes 2 requires a Slurm allocation; queue the training with paceline submit" in result.err
@@ -507,7 +517,8 @@ def test_a_dry_run_prints_the_script_and_writes_no_files(tmp_path):
     )
     script = succeed(*words, at=tmp_path).out
     assert script.startswith(
-        "#!/bin/bash\n#SBATCH --job-name=a\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n#SBATCH --time=1:00:00\n"
+        "#!/bin/bash\n#SBATCH --job-name=a\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n#SBATCH "
+        "--time=1:00:00\n"
     )
     assert not [*tmp_path.iterdir()]
 

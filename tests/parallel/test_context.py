@@ -252,7 +252,8 @@ def train_and_return_error(task: Task, plan: str, plant: Any = None, **more: Any
         (sequences.Variant(kind="multihead"), "nn.MultiheadAttention does with need_weights=False"),
         (
             sequences.Variant(kind="convolution"),
-            "blocks.0 (VariantBlock) mixes, numbers or masks positions outside of scaled_dot_product_attention",
+            "blocks.0 (VariantBlock) mixes, numbers or masks positions outside of "
+            "scaled_dot_product_attention",
         ),
         (sequences.Variant(kind="mean"), "blocks.0 (VariantBlock) mixes, numbers or masks positions"),
         (

@@ -279,7 +279,8 @@ def test_placeholders_are_nan_without_memory() -> None:
             stacks.Recomputing(),
             "pp=2",
             2,
-            r"\(not before blocks.1: the model itself, and not recompute=full, recomputes blocks.1 in the backward pass\); use a plan",
+            r"\(not before blocks.1: the model itself, and not recompute=full, recomputes blocks.1 in "
+            r"the backward pass\); use a plan",
         ),
         (models.Temperature(), "pp=2", 2, r"can be cut into 1 at most; use a plan without pp"),
         (

@@ -158,17 +158,20 @@ KINDS = ("late", "inputs", "evaluated", "skip", "derived", "middle")
         (
             "late",
             "pp=2,pp_schedule=zbv",
-            r"into 2 at most \(not before layers.1: buffer kept is changed, and is used before and after it\)",
+            r"into 2 at most \(not before layers.1: buffer kept is changed, and is used before and "
+            r"after it\)",
         ),
         (
             "inputs",
             "pp=2,pp_schedule=zbv",
-            r"into 2 at most \(not before layers.1: buffer kept is changed, and is used before and after it\)",
+            r"into 2 at most \(not before layers.1: buffer kept is changed, and is used before and "
+            r"after it\)",
         ),
         (
             "evaluated",
             "pp=2,pp_schedule=interleaved",
-            r"into 2 at most \(not before layers.1: buffer kept is changed, and is used before and after it\)",
+            r"into 2 at most \(not before layers.1: buffer kept is changed, and is used before and "
+            r"after it\)",
         ),
         (
             "skip",
@@ -183,7 +186,8 @@ KINDS = ("late", "inputs", "evaluated", "skip", "derived", "middle")
         (
             "middle",
             "pp=7,microbatches=7",
-            r"into 6 at most \(not before layers.1: buffer kept is changed, and is used before and after it\)",
+            r"into 6 at most \(not before layers.1: buffer kept is changed, and is used before and "
+            r"after it\)",
         ),
     ],
 )

@@ -84,7 +84,8 @@ def test_other_plans_are_refused() -> None:
     for plan in ("zero1", "zero2", "zero3", "tp=2", "pp=2,microbatches=2", "local-sgd"):
         message = analyze_and_return_error(plan)
         assert message.startswith(
-            f"plan {parse(plan).resolve(2)}: the gradient of bag.weight is sparse, which only single and ddp support"
+            f"plan {parse(plan).resolve(2)}: the gradient of bag.weight is sparse, which only single "
+            "and ddp support"
         ), message
 
 

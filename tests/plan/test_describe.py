@@ -115,7 +115,8 @@ def test_model_that_needs_values_is_refused() -> None:
         model = ValueDependentTask().model()
     with pytest.raises(
         TaskError,
-        match=r"ValueDependentTask cannot be described: 0 fails without values: .*; use paceline plan --measure",
+        match=r"ValueDependentTask cannot be described: 0 fails without values: .*; use paceline plan "
+        r"--measure",
     ):
         describe_model(model, ValueDependentTask(), torch.zeros(2, 4), 2)
 

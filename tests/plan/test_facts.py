@@ -65,7 +65,10 @@ def test_gpt_flops_match_narayanan_et_al():
 
 @pytest.mark.parametrize(("name", "active"), [("mixtral-8x7b", 12.9e9), ("mixtral-8x22b", 39.1e9)])
 def test_memory_counts_all_experts_and_flops_active_experts(name, active):
-    """Published: 12.9 and 39.1 of 46.7 and 140.6 billion parameters see a token. Two FLOPs for each, except embedding, norms and router."""
+    """Published: 12.9 of 46.7 and 39.1 of 140.6 billion parameters see a token.
+
+    Each costs two FLOPs, except embedding, norms and router.
+    """
     m, facts = load_transformer(name), load_model(name)
     products = sum(block.product_flops * count for block, count in facts.parts()) / (2 * m.seq)
     beside = m.vocab * m.hidden + (2 * m.layers + 1) * m.hidden + m.layers * m.hidden * m.experts

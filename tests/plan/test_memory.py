@@ -45,7 +45,7 @@ def test_state_of_gpt3_on_64_gpus():
     [(False, "none", 66.84375), (True, "selective", 12.3515625)],
 )
 def test_activations_of_gpt3_on_64_gpus(sequence, recompute, gib):
-    """arXiv 2205.05198, figure 1: with three interleaved stages per rank, the first holds L·(1 + (p - 1)/(p·m)) blocks."""
+    """arXiv 2205.05198, figure 1: with 3 interleaved stages, rank 0 holds L·(1 + (p - 1)/(p·m)) blocks."""
     bare = replace(GPT3, first=replace(GPT3.first, saved={}), last=replace(GPT3.last, saved={}))
     split = WorkSplit(
         tp=8, pp=8, micro_batch=1, microbatches=64, schedule="interleaved", stages=3, recompute=recompute
@@ -134,7 +134,7 @@ def test_parts_add_up_to_peak():
 
 
 def test_run_that_was_out_of_memory_does_not_fit():
-    """torchtitan, docs/performance.md: Llama 2 70B on 64 A100 of 80 GB with selective recompute did not fit; with full it did."""
+    """torchtitan, docs/performance.md: on 64 A100 of 80 GB, Llama 2 70B fits with full recompute only."""
     facts = load_model("llama2-70b")
     split = WorkSplit(dp=64, zero=3, micro_batch=2, recompute="selective")
     assert not predict_memory(facts, split, FSDP, 80 * 2**30).fits()

@@ -57,7 +57,8 @@ def test_parse_names_and_keys(text, plan):
         ("fsdp", "plan 'fsdp': there is no plan 'fsdp'; did you mean hsdp?"),
         (
             "xyz",
-            "plan 'xyz': there is no plan 'xyz'; available: ddp, zero1, zero2, zero3, hsdp, single, local-sgd, "
+            "plan 'xyz': there is no plan 'xyz'; available: ddp, zero1, zero2, zero3, hsdp, single, "
+            "local-sgd, "
             + "post-local-sgd, parameter-server, "
             + ", ".join(f"{key}=" for key in KEYS[:-4])
             + " and 4 more",
@@ -143,7 +144,8 @@ def test_resolve_chooses_schedule_for_micro_batches(microbatches, schedule):
         (
             "hsdp,replicate=3",
             4,
-            "plan hsdp,replicate=3 keeps 3 copies, which does not divide 4 ranks: use replicate=2 or 4, or zero3",
+            "plan hsdp,replicate=3 keeps 3 copies, which does not divide 4 ranks: use replicate=2 or "
+            "4, or zero3",
         ),
     ],
 )

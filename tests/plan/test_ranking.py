@@ -1,4 +1,4 @@
-"""If error bars do not separate the best plans, `plan` says so and suggests a measurement that narrows them."""
+"""If error bars overlap, `plan` reports that the best plans are tied and suggests a measurement."""
 
 import json
 from dataclasses import replace
@@ -77,13 +77,16 @@ def test_count_of_indistinct_plans(steps, errors, count, of_gpus):
 
 def test_suggested_measurement_is_of_part_with_largest_error(of_gpus):
     def advice(found: BestPlans, part: str, target: str | None = None) -> IndistinctPlans:
-        """Two plans whose largest error is that of this part, although another part takes most of the step."""
+        """Return the advice for two plans whose largest error is in `part`, which is not the largest part."""
         parts = {"other": (1.0, 0.01), part: (0.4, 0.9)}
         advised = find_indistinct_plans(with_parts(found, parts, parts), target)
         assert advised.part == part
         return advised.measure
 
-    trained = f"paceline train TASK --ranks 16 --batch 64 --plan {of_gpus.plans[0][0]} --profile, then paceline profile RUN --update"
+    trained = (
+        f"paceline train TASK --ranks 16 --batch 64 --plan {of_gpus.plans[0][0]} --profile, then paceline "
+        "profile RUN --update"
+    )
     assert advice(of_gpus, "products") == trained
     assert (
         advice(of_gpus, "data parallel")
@@ -106,7 +109,8 @@ def test_suggested_measurement_is_of_part_with_largest_error(of_gpus):
     noisy = find_indistinct_plans(with_parts(of_gpus, exact, exact), "my.py:Net")
     assert (noisy.part, noisy.measure) == (
         None,
-        f"paceline train my.py:Net --ranks 16 --batch 64 --plan {of_gpus.plans[0][0]} --steps 50, and the same for the other plans",
+        f"paceline train my.py:Net --ranks 16 --batch 64 --plan {of_gpus.plans[0][0]} --steps 50, and "
+        "the same for the other plans",
     )
 
 
@@ -157,5 +161,6 @@ def test_sentence_for_noise(of_gpus):
     exact = {"products": (1.0, 0.0)}
     found = with_parts(of_gpus, exact, exact)
     assert describe_overlap(found, find_indistinct_plans(found, None)).startswith(
-        "2 of 2 plans cannot be ranked: their error bars overlap that of the first, ±5%, the usual difference between trainings of one plan; try"
+        "2 of 2 plans cannot be ranked: their error bars overlap that of the first, ±5%, the usual "
+        "difference between trainings of one plan; try"
     )

@@ -141,7 +141,8 @@ def test_fractional_samples_per_rank():
 def test_nothing_fits():
     with pytest.raises(
         PlanError,
-        match=r"no plan fits 72.0 GiB per device; the leanest, .* needs .*: use 32 ranks on 4 nodes of this kind",
+        match=r"no plan fits 72.0 GiB per device; the leanest, .* needs .*: use 32 ranks on 4 nodes of this "
+        r"kind",
     ):
         predict_scaling(load_model("llama3-70b"), cluster(8), (1, 2, 4), 64)
 

@@ -89,7 +89,8 @@ def test_rejected_plans_give_reason():
 def test_no_fit_error():
     with pytest.raises(
         PlanError,
-        match=r"no plan fits 72.0 GiB per device; the leanest, .* needs .* GiB: use \d+ ranks on \d+ nodes of this kind",
+        match=r"no plan fits 72.0 GiB per device; the leanest, .* needs .* GiB: use \d+ ranks on \d+ nodes "
+        r"of this kind",
     ):
         choose_plans(
             load_model("llama3-405b"), cluster(8).model_copy(update={"links": cluster(8).links[:1]}), 8

@@ -1,4 +1,4 @@
-"""Predicted step time: published bubbles, collectives by alpha and beta, and published times of large trainings."""
+"""Predicted step time, compared with published bubbles, collectives and times of large trainings."""
 
 import json
 from dataclasses import replace
@@ -28,8 +28,8 @@ from paceline.plan.plan import parse
 from paceline.plan.schedules import StageTimes, bubble_share
 
 RATES = (("gloo", 1e9), ("nccl", 2e11))
-# arXiv 2401.10241, tables 5 and 9: schedule, ranks, micro-batches, stages per rank, forward, inputs, weights and send
-# in ms, idle share
+# arXiv 2401.10241, tables 5 and 9: schedule, ranks, micro-batches, stages per rank, times in ms of forward,
+# inputs, weights and send, idle share
 BUBBLES = [
     ("1f1b", 8, 24, 1, (18.522, 18.086, 9.337, 0.601), 0.2431),
     ("interleaved", 8, 24, 3, (18.522, 18.086, 9.337, 0.601), 0.1055),
@@ -147,7 +147,7 @@ def test_small_products_are_slower():
 
 
 def test_measured_rates_take_precedence():
-    """Rates of products, links of a back end, and overlap, as paceline bench writes them into cluster.json."""
+    """paceline bench writes the rates of products, the links of a back end, and overlap into cluster.json."""
 
     def measured(value):
         return Fact(value=value, source="measured")
@@ -197,7 +197,8 @@ def test_ranks_share_cores_of_node():
     assert shared.memory_bytes == alone.memory_bytes / 2
 
 
-# scope: model-parallel tp = 8 and pp; GPUs, micro-batch 1, days for 300·10⁹ tokens as published in arXiv 2104.04473, table 2
+# arXiv 2104.04473, table 2, with tp = 8 and micro-batch 1: parameters, (layers, hidden, heads), pp, batch,
+# GPUs, days for 300·10⁹ tokens
 LARGE = [
     (174.6e9, (96, 12288, 96), 12, 1536, 384, 84),
     (174.6e9, (96, 12288, 96), 12, 1536, 768, 43),
@@ -223,7 +224,8 @@ def test_days_of_large_trainings(params, shape, pp, batch, gpus, days):
     )
 
 
-# arXiv 2104.04473, table 2: 10⁹ parameters, GPUs, TFLOP/s of each, days for 300·10⁹ tokens; ZeRO-3, then PTD-P.
+# arXiv 2104.04473, table 2, first ZeRO-3, then PTD-P: 10⁹ parameters, GPUs, TFLOP/s per GPU, days for
+# 300·10⁹ tokens
 TABLE = [
     *((174.6, 384, 144, 90), (174.6, 768, 88, 74), (174.6, 1536, 44, 74)),
     *((529.6, 640, 138, 169), (529.6, 1120, 98, 137), (529.6, 2240, 48, 140)),
@@ -250,8 +252,8 @@ def test_gpt3_on_one_v100_takes_355_years():
     assert compute_bill(1.0, 10, 2).price is None
 
 
-# Price of a machine for an hour, with 1, 2, 4 and (at a tenth more, with RDMA) 4 V100: on demand, for a year, for three,
-# and spot.
+# Price of a machine per hour, with 1, 2, 4 and (at a tenth more, with RDMA) 4 V100: on demand, reserved for
+# one year, for three years, spot.
 NCSV3 = {
     (1, 1.0): (3.06, 1.9492, 0.9792, 0.306),
     (2, 1.0): (6.12, 3.8984, 1.9585, 0.612),
@@ -262,7 +264,7 @@ NCSV3 = {
 
 @pytest.mark.parametrize(("devices", "more"), NCSV3)
 def test_price_depends_on_device_hours(devices, more):
-    """Prices are per device. RDMA for three years, 5.1002, is listed at 1.302 times as much instead of a tenth more."""
+    """RDMA for three years (5.1002) is left out: it costs 1.302 times as much, not 1.1."""
     hours = 355 * 365 * 24
     for price, single in zip(NCSV3[devices, more], NCSV3[1, 1.0], strict=True):
         if price is not None:

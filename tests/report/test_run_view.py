@@ -37,8 +37,8 @@ from paceline.run import RunFolder
 from paceline.spec import Launch, Spec
 
 STARTED = Started(
-    time=1.7e9, task="my.py:T", plan="ddp", ranks=2, batch=8, step=0, steps=40, samples=53, parameters=9, device="cpu", precision="fp32",
-    threads=1,
+    time=1.7e9, task="my.py:T", plan="ddp", ranks=2, batch=8, step=0, steps=40, samples=53, parameters=9,
+    device="cpu", precision="fp32", threads=1,
 )  # fmt: skip
 
 

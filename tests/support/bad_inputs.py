@@ -1,8 +1,8 @@
-"""Bad inputs of every command, as data: files, runs that are damaged, and commands with what their message must contain.
+"""Bad inputs of every command, as data: files, damaged runs, and commands with the words of their messages.
 
-The folder in which the commands run has the files of FILES, a finished run `run` of bad.py:Small, and a copy of it for each row of
-DAMAGED, with the files of that row in place of its own (None: deleted; FOLDER: a folder in its place; * matches any name),
-and a named pipe `pipe`, which no command may replace.
+The commands run in a folder with the files of FILES, a finished run `run` of bad.py:Small, and a copy of it
+for each row of DAMAGED. The row replaces files of the copy (None: deleted; FOLDER: a folder instead of the
+file; * matches any name). The folder also has a named pipe `pipe`, which no command may replace.
 """
 
 FOLDER = object()
@@ -163,7 +163,7 @@ DAMAGED: dict[str, dict[str, bytes | object | None]] = {
     "odd-step": {"ckpt/step_٣": FOLDER},
 }
 
-# Words of the command as in a shell; what its message must contain, all of it, with | between; its exit status, 2 if left out.
+# Command as in a shell; parts that its message must contain, separated by |; exit status (default 2).
 CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     # train: the task
     ("train nowhere.py:Task", "no such file: nowhere.py"),

@@ -1,4 +1,4 @@
-"""The command line as a person runs it: real processes, judged by exit status, output and the files of the run."""
+"""Commands run as a user runs them: real processes with exit status, output and files of the run."""
 
 import contextlib
 import os
@@ -35,7 +35,8 @@ OF_LAUNCHERS = (
     "GROUP_",
     "ROLE_",
 )
-MARK = "PACELINE_TESTS"  # by which whatever a command started is found again, also when it has another parent by now
+# This variable finds all processes that a command started, even if they have another parent by now.
+MARK = "PACELINE_TESTS"
 
 # Whatever could get lost between a stop and a resume: random augmentation, dropout, BatchNorm's statistics.
 # The file SLOW says how many seconds a sample takes, so that a test can hit it in the middle.
@@ -79,7 +80,8 @@ class Regression(Task):
             linear = nn.Linear(self.width, self.width, bias=not norm)
             return nn.Sequential(linear, *norm, nn.Tanh(), nn.Dropout(self.dropout))
 
-        return nn.Sequential(nn.Linear(6, self.width), nn.Tanh(), *(block() for _ in range(self.depth)), nn.Linear(self.width, 3))
+        blocks = [block() for _ in range(self.depth)]
+        return nn.Sequential(nn.Linear(6, self.width), nn.Tanh(), *blocks, nn.Linear(self.width, 3))
 
     def dataset(self, split):
         count = self.samples if split == "train" else self.validation

@@ -1,4 +1,4 @@
-"""What can be wrong with a training over several ranks, to be planted in them: contexts, importable by the ranks."""
+"""Faults to inject into a distributed training, as context managers that ranks can import."""
 
 import contextlib
 import os

@@ -159,7 +159,7 @@ def wrong(size: int, plan: str, task: Task, spec: Spec, plant: Any = nullcontext
 
 
 def differences(found: Trained, expected: Trained, rtol: float) -> list[str]:
-    """Where two trainings differ by more than rtol, relative to the largest element of each series or tensor; [] where nowhere."""
+    """Return the series and tensors that differ by more than rtol, relative to their largest element."""
     assert found.weights.keys() == expected.weights.keys()
     assert [each.keys() for each in found.metrics] == [each.keys() for each in expected.metrics]
     pairs = {

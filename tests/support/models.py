@@ -125,7 +125,7 @@ class Gpt(nn.Module):
 
 
 class Text(Task):
-    """Tied weights, dicts, and targets that are masked: how many of them count differs between ranks and micro-batches."""
+    """Tied weights, dicts and masked targets, whose number differs between ranks and micro-batches."""
 
     def model(self) -> nn.Module:
         return Gpt()
@@ -186,7 +186,7 @@ class Frozen(Points):
 
 
 class Idle(Points):
-    """Some parameters get no gradient: of None, weight decay and momentum make nothing; of 0 they would make something."""
+    """Some parameters get no gradient. Weight decay and momentum skip None, but would use a gradient of 0."""
 
     def model(self) -> nn.Module:
         return Partly()
@@ -299,7 +299,7 @@ class Experts(nn.Module):
 
 
 class Unrecorded(Points):
-    """Its constructor looks at values, and it keeps a tensor that is neither parameter nor buffer: it must be built whole."""
+    """A model that must be built whole: its constructor reads values and keeps an unregistered tensor."""
 
     def model(self) -> nn.Module:
         return Blends()

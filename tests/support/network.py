@@ -1,4 +1,4 @@
-"""Nodes on this machine: network namespaces with host names of their own, behind a bridge that shapes them or a switch that delays.
+"""Nodes on this machine: network namespaces with host names, behind a shaping bridge or a delaying switch.
 
 with nodes(4, rate="100mbit") as there: there[0].start(words)   -> a process on the first node
 """
@@ -17,7 +17,9 @@ from command import environment
 
 SUBNET = "10.78.0"
 DEVICE = "eth0"
-BURST_S = 0.008  # of its rate may pass at once: with less than between two ticks of the kernel, 4 ms, a link does not reach its rate
+# Burst of a link, in seconds of its rate. Below the time between two kernel ticks, 4 ms, a link does not
+# reach its rate.
+BURST_S = 0.008
 LETTERS = itertools.cycle("abcdefghij")
 
 

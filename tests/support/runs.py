@@ -32,7 +32,7 @@ def wanted(task: Path, steps: int = STEPS, save: Save | None = None, **fields) -
 
 
 def on_this_rank(spec: Spec, plan: str, run: Path, stop_at: int | None, every_s: float) -> list:
-    """Train; from step `stop_at` on, the last rank alone asks all to stop. Returns the events that are not steps."""
+    """Train and return the events except steps. From step `stop_at` on, the last rank asks all to stop."""
     calls = itertools.count(1)
     last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
     events = train(
@@ -51,6 +51,9 @@ def on_this_rank(spec: Spec, plan: str, run: Path, stop_at: int | None, every_s:
 def trained(
     size: int, spec: Spec, plan: str, run: Path, stop_at: int | None = None, every_s: float = 0.0
 ) -> list:
-    """The events of rank 0; each step is told of alone, so that the training stops at a step that is known."""
+    """Train on `size` ranks and return the events of rank 0.
+
+    With `every_s` 0, each step is reported separately, so that the training stops at a known step.
+    """
     run.mkdir(exist_ok=True)
     return ranks(size)(on_this_rank, spec, plan, run, stop_at, every_s)[0]

@@ -1,6 +1,6 @@
-"""A real Slurm of two nodes on this machine, each with a host name of its own. Nothing outside of its folder is changed.
+"""A real Slurm of two nodes on this machine, each with its host name. It changes nothing outside its folder.
 
-with cluster(folder) as there: there.run("squeue")   -> what a command of Slurm says
+with cluster(folder) as slurm: slurm.run("squeue")   -> output of a Slurm command
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Tasks whose models are stacks of layers as other people write them: torch's own transformer, Hugging Face, U-Net."""
+"""Tasks whose models are layer stacks of other libraries: torch's transformer, Hugging Face, U-Net."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ VOCABULARY, CONTEXT = 11, 7
 
 
 class Encoder(Task):
-    """torch's own layers, with a mask of padding, a parameter that belongs to no layer, and a write in place."""
+    """torch's layers, with a padding mask, a parameter outside all layers, and an in-place operation."""
 
     def model(self) -> nn.Module:
         return Encoding()
@@ -159,7 +159,7 @@ class Choosing(nn.Module):
 
 
 class TwoTowers(Points):
-    """Two values cross the cuts: the second tower also reads the first one's result, in each of its layers."""
+    """Two values cross stages: each layer of the second tower also reads the result of the first tower."""
 
     def model(self) -> nn.Module:
         return Towers()
@@ -231,7 +231,7 @@ class Deciding(nn.Module):
 
 
 class EncoderDecoder(Task):
-    """Two stacks, of which the second one attends to the first. Blocks of T5 hand biases on that were computed in the first of them."""
+    """A decoder that attends to an encoder. Blocks of T5 pass on the biases of their first block."""
 
     kind: str = "t5"
 
@@ -292,7 +292,7 @@ class EncoderDecoder(Task):
 
 
 class Handing(Points):
-    """Its blocks hand on what they were called with, a constant that one of them made, and what nobody uses in the end."""
+    """Blocks pass on their arguments, a constant that one block makes, and an unused result."""
 
     def model(self) -> nn.Module:
         return Hands()

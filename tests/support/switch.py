@@ -1,6 +1,6 @@
-"""A switch in user space that passes each frame on after a delay, for kernels without netem: switch.py DELAY_MS NAMESPACE…
+"""A user-space switch that delays each frame, for kernels without netem: switch.py DELAY_MS NAMESPACE…
 
-It makes the device eth0 in each of the network namespaces.
+It creates the device eth0 in each network namespace.
 """
 
 import contextlib

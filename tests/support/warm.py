@@ -1,7 +1,8 @@
-"""Commands in processes that are forked from one that has imported torch, which takes longer than most of what commands do.
+"""Commands in processes forked from a parent that has imported torch, which takes longer than most commands.
 
-warm.run([...], cwd, env, out, err, timeout_s) -> exit status, None when it took longer. Whatever else a command sees is as if it had been
-started by itself: its own session, folder, environment and files. What `command.start` starts is cold.
+warm.run([...], cwd, env, out, err, timeout_s) -> exit status, or None after a timeout. The command has a
+separate session, folder, environment and files, like a new process. `command.start` starts processes that are
+not forked.
 """
 
 import atexit
@@ -30,7 +31,7 @@ def _parent() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def _end(process: subprocess.Popen[bytes], here: socket.socket) -> None:
-    # not only close: data workers that a test has left hold a copy of the socket, and the server would never end
+    # close() alone does not end the server: data workers that a test left behind hold a copy of the socket
     with contextlib.suppress(OSError):
         here.shutdown(socket.SHUT_RDWR)
     here.close()
@@ -40,7 +41,7 @@ def _end(process: subprocess.Popen[bytes], here: socket.socket) -> None:
 def run(
     words: Sequence[str], at: Path, env: dict[str, str], out: str, err: str, timeout_s: float
 ) -> int | None:
-    """Run `paceline WORDS` to its end. Its process is gone afterwards, though not what it started and left behind."""
+    """Run `paceline WORDS` to its end. Processes that it started may remain."""
     here = _parent()[1]
     here.sendall(json.dumps([list(words), str(at), env, out, err]).encode() + b"\n")
     pid = _answer(here)

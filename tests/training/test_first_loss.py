@@ -1,4 +1,4 @@
-"""Checks of the first loss of a training: what it consists of, and whether it mixes the samples of a batch."""
+"""Checks of the first loss: its form, and whether it mixes the samples of a batch."""
 
 import io
 import os
@@ -340,20 +340,23 @@ class Odd(Task):
 
 
 WRONG = {
-    "three": "loss() returned 3 values of the loss for a batch of 40 samples; return one or more for each sample",
+    "three": "loss() returned 3 values of the loss for a batch of 40 samples; "
+    "return one or more for each sample",
     "empty": "loss() returned 0 values of the loss for a batch of 40 samples",
     "complex": "loss() must return a real floating-point tensor, got complex64",
     "integers": "loss() must return a real floating-point tensor, got int64",
     "detached": "loss() returned a tensor that does not require grad",
     "list": "loss() must return a tensor, got list",
     "none": "loss() must return a tensor, got NoneType",
-    "scalar metric": "metrics() returned one number for 'f1', which would differ between the batches of ranks; return a value for each sample",
+    "scalar metric": "metrics() returned one number for 'f1', which would differ between the batches of "
+    "ranks; return a value for each sample",
     "three metrics": "metrics() returned 3 values of 'hit' for a batch of 40 samples",
     "complex metric": "metrics() must return real tensors, got complex64 for 'hit'",
     "no metrics": "metrics() must return a dict of tensors, got NoneType",
     "a list": "metrics() must return a dict of tensors, got list",
     "a number": "metrics() must return tensors, got float for 'hit'",
-    "foreign": "optimizer() trains 2 tensors that are not parameters of the model; build it from the (name, parameter) pairs",
+    "foreign": "optimizer() trains 2 tensors that are not parameters of the model; build it from the (name, "
+    "parameter) pairs",
     "copies": "optimizer() trains 2 tensors that are not parameters of the model",
     "lbfgs": "optimizer() returned LBFGS, whose step computes the loss again through a closure",
     "a class": "optimizer() must return a torch optimizer or None, got type",
@@ -479,8 +482,8 @@ def test_resume_reports_changes(tmp_path: Any) -> None:
     assert first not in notes(SOURCE, 2), "the same in another file"
     assert "from step 2 on: the code of loss() changed" in notes(SOURCE.replace(".square()", ".abs()"), 3)
     assert (
-        "modules of the model was 1 Dropout, 2 Linear, 1 Sequential, 1 Tanh, is 1 Dropout, 2 Linear, 1 ReLU, 1 Sequential"
-        in notes(SOURCE.replace(".square()", ".abs()").replace("Tanh", "ReLU"), 4)
+        "modules of the model was 1 Dropout, 2 Linear, 1 Sequential, 1 Tanh, is 1 Dropout, 2 Linear, 1 "
+        "ReLU, 1 Sequential" in notes(SOURCE.replace(".square()", ".abs()").replace("Tanh", "ReLU"), 4)
     )
     now = SOURCE.replace(".square()", ".abs()").replace("Tanh", "ReLU").replace("0.1", "0.2")
     assert "the settings of the modules of the model changed" in notes(now, 5)

@@ -143,7 +143,10 @@ def differences(build: Callable[[], nn.Module]) -> Iterator[str]:
                 abs(float(values.mean() - plain_values.mean())) > 6 * error
                 or not 0.8 < float(values.std() / plain_values.std()) < 1.25
             ):
-                yield f"{name}: {values.mean():.4g} ± {values.std():.4g}, not {plain_values.mean():.4g} ± {plain_values.std():.4g}"
+                yield (
+                    f"{name}: {values.mean():.4g} ± {values.std():.4g}, not {plain_values.mean():.4g} ± "
+                    f"{plain_values.std():.4g}"
+                )
 
 
 def build_small(class_name: str, kind: str, **changes: Any) -> Any:

@@ -130,7 +130,7 @@ def train_on_one_process(task: Task, spec: Spec, size: int, period: int) -> dict
 
 @pytest.mark.parametrize(("task", "size"), [(models.Images, 2), (models.Weighed, 2), (models.Points, 4)])
 def test_matches_a_plain_implementation(task: type[Task], size: int) -> None:
-    """Compare with a few lines on one process: momentum and clipping by rank, weights of items within a rank."""
+    """Compare with a few lines on one process: momentum and clipping per rank, item weights within a rank."""
     spec = wanted(Optimizer(name="sgd", lr=0.05, momentum=0.9, clip=0.2), batch=16)
     expected = train_on_one_process(task(), spec, size, 3)
     found = trained(size, task(), spec, "local-sgd,period=3").weights

@@ -1,4 +1,4 @@
-"""For all plans, ranks and micro-batches, losses, gradient norms and final weights are those of one process."""
+"""With any plan, ranks and micro-batches, losses, gradient norms and weights equal those of one process."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -190,7 +190,7 @@ def test_items_that_vary_need_weights(size: int, plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3", "ddp,microbatches=2"])
 def test_bf16(plan: str) -> None:
-    """Results agree to the precision of bf16: products over the samples of a rank are rounded before the sum."""
+    """Results agree to bf16 precision: products over the samples of a rank are rounded before the sum."""
     spec = wanted("adamw-clip-cosine", "fp32").model_copy(update={"precision": "bf16"})
     found, expected = trained(2, models.Text(), spec, plan), trained(1, models.Text(), spec, "single")
     assert not differences(found, expected, 0.02)

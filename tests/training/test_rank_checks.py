@@ -142,7 +142,8 @@ def test_software():
         check_software([same, same, same, same | {"torch": "2.12.1"}, same], HOSTS)
     with pytest.raises(
         LaunchError,
-        match=r"^the file of the task is my\.py with CRC 0000abcd on rank 0 \(n1\) and .* on rank 4 \(n3\); all",
+        match=r"^the file of the task is my\.py with CRC 0000abcd on rank 0 \(n1\) and .* on rank 4 \(n3\); "
+        r"all",
     ):
         check_software(
             [same, same, same, same, same | {rank_checks.TASK_FILE: "my.py with CRC 0000ffff"}], HOSTS

@@ -385,7 +385,8 @@ def test_second_signal_ends_the_run_at_once(task, tmp_path):
     assert result.status == 75
     assert (
         result.err
-        == f"paceline: stopped by SIGINT before all ranks had saved; continue from step {kept} with: paceline resume r\n"
+        == f"paceline: stopped by SIGINT before all ranks had saved; continue from step {kept} with: "
+        "paceline resume r\n"
     )
 
 
@@ -475,7 +476,7 @@ EVERY_3 = Save(every=3, minutes=NEVER, keep=9)
 
 @pytest.fixture(scope="module")
 def with_checkpoints(task, tmp_path_factory) -> tuple[Spec, Path, Path]:
-    """Return the request, a run that was stopped after checkpoints of steps 3, 6 and 8, and a run that was not."""
+    """Return a request, a run that stopped after checkpoints of steps 3, 6 and 8, and an undisturbed run."""
     spec, folder = wanted(task, steps=14, save=EVERY_3), tmp_path_factory.mktemp("checkpoints")
     trained(2, spec, "zero3", folder / "through")
     trained(2, spec, "zero3", folder / "stopped", 7)
@@ -533,7 +534,7 @@ def test_unfinished_checkpoint_is_deleted(with_checkpoints, tmp_path):
 
 
 def test_damaged_checkpoint_does_not_replace_a_complete_one(with_checkpoints, tmp_path):
-    """It is newer than the checkpoints after the resume, so pruning could keep it and delete the complete one."""
+    """It is newer than checkpoints after the resume; pruning must not keep it and delete the complete one."""
     spec, stopped, _ = with_checkpoints
     run = tmp_path / "r"
     shutil.copytree(stopped, run)
@@ -607,8 +608,8 @@ def test_better_model_is_saved_at_once(task, tmp_path):
 
 def test_nan_metric_is_never_the_best(task, tmp_path):
     source = (
-        command.TASK
-        + '\n    def metrics(self, output, batch):\n        return {"score": (output - batch[1]).mean(-1).log()}\n'
+        command.TASK + '\n    def metrics(self, output, batch):\n        return {"score": (output - '
+        "batch[1]).mean(-1).log()}\n"
     )
     path = write_task(tmp_path, source, "nan.py")
     spec = wanted(path, steps=9, save=Save(minutes=NEVER, keep=1, best="max score"), validation=17)
@@ -652,7 +653,8 @@ def test_failed_save_does_no_other_harm(task, tmp_path):
     assert failed.what == "save"
     assert (
         failed.message
-        == f"checkpoint of step {failed.step} was not written: File too large; the last good checkpoint is step {last}"
+        == f"checkpoint of step {failed.step} was not written: File too large; the last good checkpoint "
+        f"is step {last}"
     )
     assert failed.message in result.out
     assert of_checkpoints(run)[-1] == 60
@@ -712,13 +714,14 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 
 def test_full_disk_fails_a_run_only_if_the_last_checkpoint_is_lost(task, small_disk, tmp_path):
-    """The disk has the whole run, with events, logs and TensorBoard files. Only two checkpoints of 2.4 MB fit."""
+    """The disk has the whole run with events, logs and TensorBoard files. Two checkpoints of 2.4 MB fit."""
     run = small_disk / "r"
     spec = wanted(task, steps=12, save=Save(every=3, minutes=NEVER), width=256)
     result = paceline("train", request(spec, tmp_path), "--run-dir", run, "--ranks", "2", at=tmp_path)
     assert result.status == 2, result.all
     why = (
-        "the training came to step 12 of 12, but its last checkpoint was not written: No space left on device; "
+        "the training came to step 12 of 12, but its last checkpoint was not written: No space left on "
+        "device; "
         f"the last good checkpoint is step 6; make room in {run}/ckpt, then: paceline resume {run}"
     )
     assert result.err == f"paceline: {why}\n"
@@ -746,7 +749,10 @@ def test_file_size_limit(task, tmp_path):
     limited = ("sh", "-c", 'ulimit -f 16; exec "$@"', "sh", *command.PACELINE)
     result = paceline("train", request(spec, tmp_path), "--run-dir", "r", at=tmp_path, program=limited)
     assert result.status == 2, result.all
-    why = "the training came to step 40 of 40, but its last checkpoint was not written: File too large; there is no checkpoint; make room in "
+    why = (
+        "the training came to step 40 of 40, but its last checkpoint was not written: File too large; "
+        "there is no checkpoint; make room in "
+    )
     assert result.err.startswith(f"paceline: {why}")
     assert "Traceback" not in result.err
     assert "done" not in succeed("status", "r", at=tmp_path).out

@@ -55,6 +55,7 @@ def _reference_to(task: Task) -> str:
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
         raise TaskError(
-            f"task {name} is defined in an interactive session, which other processes cannot import; save it in a file"
+            f"task {name} is defined in an interactive session, which other processes cannot import; "
+            "save it in a file"
         )
     return f"{file}:{name}"
