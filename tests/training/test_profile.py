@@ -479,6 +479,7 @@ def test_new_measurements_discard_calibrations() -> None:
     calibrated = HERE.updated(calibrations=[record("a", 1.1)])
     assert update_cluster(calibrated, [Result(kind="storage")]).calibrations == calibrated.calibrations
     assert update_cluster(calibrated, [Result(kind="overlap")]).calibrations == ()
+    assert update_cluster(calibrated, [Result(kind="host")]).calibrations == ()
 
 
 @pytest.fixture(scope="module")

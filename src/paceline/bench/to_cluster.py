@@ -31,7 +31,7 @@ def update_cluster(cluster: Cluster, results: Iterable[Result]) -> Cluster:
     Calibrations corrected predictions from the earlier facts, so they are dropped.
     """
     results = list(results)
-    if {result.kind for result in results} & {"collectives", "compute", "overlap"}:
+    if {result.kind for result in results} & {"collectives", "compute", "host", "overlap"}:
         cluster = cluster.model_copy(update={"calibrations": ()})
     for result in results:
         if result.kind == "collectives":
