@@ -38,30 +38,30 @@ MODELS = {
 DESCRIPTIONS = {
     "digits": "the CNN of the built-in task",
     "text": "the byte-level GPT of the built-in task",
-    "Encoder": "stock `nn.TransformerEncoder`",
-    "Llama": "of Hugging Face, with rotary positions and grouped queries",
-    "Llama, tied": "with one matrix for both embeddings",
-    "GPT-2": "of Hugging Face, with a prime vocabulary size",
-    "ResNet": "ResNet-18's blocks, BatchNorm",
-    "uneven": "an MLP whose sizes are all odd",
+    "Encoder": "torch's `nn.TransformerEncoder`",
+    "Llama": "Llama of Hugging Face, with rotary positions and grouped-query attention",
+    "Llama, tied": "the same Llama, with one matrix for both embeddings",
+    "GPT-2": "GPT-2 of Hugging Face, with a prime vocabulary size",
+    "ResNet": "the blocks of ResNet-18, with BatchNorm",
+    "uneven": "an MLP in which all sizes are odd",
 }
 HEAD = """# What works for which model
 
-`python benchmarks/works.py --ranks 2 4 8 --write docs/works.md` writes this page with
-[verify](verify.md): each plan is compared with one process, for {steps} steps in float64 on gloo, on
-models that are as small as possible.
+`python benchmarks/works.py --ranks 2 4 8 --write docs/works.md` writes this page. It
+[verifies](verify.md) each plan on each model: it compares the plan with one process, for {steps} steps in
+float64 over gloo. The models are as small as possible.
 
 - ✓: loss, gradient norm, and all gradients, parameters and buffers equal those of one process to
   1e-10; the largest difference is {furthest:.0e}
-- a number: the plan is refused, for the reason below the table
-- ✗: another result
+- a number: the plan is refused; the reason is below the table
+- ✗: the result differs
 
-On eight ranks: two steps, one micro-batch or the number that the schedule requires, and `tp` and
-`pp` only with `zero3` or without `zero`.
+On eight ranks, each training makes two steps, with one micro-batch or the number that the schedule
+requires. Plans with `tp` or `pp` then use `zero3` or no `zero`.
 
 {models}
 
-torch {torch}.
+The torch version is {torch}.
 """
 Results = dict[int, dict[str, list[Verdict] | str]]  # by number of ranks and model
 
