@@ -37,10 +37,10 @@ def _without_mpi(program: str) -> str | None:
 
 # By mark: a function that returns why such a test cannot run on this machine, or None.
 REQUIREMENTS: dict[str, Callable[..., str | None]] = {
-    "slurm": slurm.why_not,
+    "slurm": slurm.find_missing_requirement,
     "mpi": _without_mpi,
     "ray": _without_ray,
-    "network": network.why_not,
+    "network": network.find_missing_requirement,
 }
 
 # The longest files start first, so that no worker is left with one of them at the end.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from command import Result, of_kind, paceline, succeed
+from command import Result, events_of_kind, paceline, succeed
 from paceline.events import Ended, Evaluated, Step
 
 pytestmark = pytest.mark.processes
@@ -71,11 +71,11 @@ def test_a_task_learns(name, metric, above, folder):
     if name == "hugging_face.py" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     run([*COMMANDS[name], "--run-dir", "run"], folder)
-    losses = [event.loss for event in of_kind(folder / "run", Step)]
+    losses = [event.loss for event in events_of_kind(folder / "run", Step)]
     assert losses[-1] < 0.7 * losses[0]
-    assert of_kind(folder / "run", Ended)[-1].reason == "done"
+    assert events_of_kind(folder / "run", Ended)[-1].reason == "done"
     if metric is not None:
-        assert of_kind(folder / "run", Evaluated)[-1].metrics[metric] > above
+        assert events_of_kind(folder / "run", Evaluated)[-1].metrics[metric] > above
 
 
 def test_padding_does_not_count(folder, monkeypatch):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from command import environment
+from command import clean_environment
 
 SOURCE = Path(paceline.__file__).parent
 WITHOUT = """
@@ -48,7 +48,7 @@ def test_torch_free_files_are_imported_without_torch():
         [sys.executable, "-c", WITHOUT, *names],
         capture_output=True,
         text=True,
-        env=environment(),
+        env=clean_environment(),
         timeout=120,
     )
     assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
@@ -56,7 +56,7 @@ def test_torch_free_files_are_imported_without_torch():
         [sys.executable, "-c", WITHOUT, "paceline.training.loop"],
         capture_output=True,
         text=True,
-        env=environment(),
+        env=clean_environment(),
     )
     assert result.stdout.startswith("paceline.training.loop ")
 
@@ -94,7 +94,12 @@ def layers(at: Path) -> str:
         "lint_imports_command()"
     )
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=at, capture_output=True, text=True, env=environment(), timeout=120
+        [sys.executable, "-c", code],
+        cwd=at,
+        capture_output=True,
+        text=True,
+        env=clean_environment(),
+        timeout=120,
     ).stdout
 
 
@@ -137,7 +142,7 @@ def test_the_version_is_written_in_one_place(tmp_path):
     old = tmp_path / "paceline-9.9.9.dist-info"
     old.mkdir()
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: paceline\nVersion: 9.9.9\n")
-    with_old = environment(PYTHONPATH=str(tmp_path))
+    with_old = clean_environment(PYTHONPATH=str(tmp_path))
     said = subprocess.run(
         [sys.executable, "-c", REPORTED], capture_output=True, text=True, env=with_old, timeout=60
     )

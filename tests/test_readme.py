@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from command import succeed
-from pages import ROOT, blocks
+from pages import ROOT, read_blocks
 
 pytestmark = pytest.mark.processes
 
@@ -28,11 +28,11 @@ def run(command: str, folder: Path) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
-    (folder / "my.py").write_text(blocks("README.md")["my.py"])
+    (folder / "my.py").write_text(read_blocks("README.md")["my.py"])
     return folder
 
 
-README, TOUR = blocks("README.md"), blocks("docs/tour.md")
+README, TOUR = read_blocks("README.md"), read_blocks("docs/tour.md")
 COMMANDS = [*README["commands"].splitlines(), *TOUR["planning"].splitlines(), *TOUR["training"].splitlines()]
 
 
@@ -58,7 +58,7 @@ def test_the_loop_that_the_caller_owns(folder):
 
 
 def test_the_request_in_a_file(folder):
-    (folder / "run.toml").write_text(blocks("docs/runs.md")["run.toml"])
+    (folder / "run.toml").write_text(read_blocks("docs/runs.md")["run.toml"])
     assert "done" in run("paceline train run.toml --run-dir runs/from-file", folder)
 
 

@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 import paceline as paceline_package
-from command import paceline, slow_down, start, succeed, write_task
+from command import paceline, set_sample_delay, start, succeed, write_task
 from paceline.cli.request_options import parse_nodes
 from paceline.distributed import network_interface
 from paceline.distributed.hostlist import expand_hosts
@@ -490,7 +490,7 @@ def test_ranks_of_one_machine_stay_there(monkeypatch):
 def test_a_local_training_while_it_is_attacked(tmp_path, plan):
     """It listens on loopback, unpickles nothing from its store, and creates files with the user's umask."""
     write_task(tmp_path)
-    slow, run = slow_down(tmp_path / "slow", 0.1), tmp_path / "r"
+    slow, run = set_sample_delay(tmp_path / "slow", 0.1), tmp_path / "r"
     words = (
         "train",
         "my.py:Regression",
@@ -507,15 +507,15 @@ def test_a_local_training_while_it_is_attacked(tmp_path, plan):
     )
     shell = ("bash", "-c", f'umask 027; exec {sys.executable} -m paceline "$@"', "bash")
     with start(*words, at=tmp_path, program=shell, SLOW=str(slow)) as running:
-        running.until_step(run, 1)
+        running.wait_for_step(run, 1)
         launcher = running.process.pid
-        found = listening(process.pid for process in running.left())
+        found = listening(process.pid for process in running.remaining_processes())
         assert found[launcher]
         assert len([pid for pid in found if found[pid]]) >= 3, "the launcher and two ranks"
         assert set().union(*found.values()) == {"127.0.0.1"}
         for port in ports(launcher):
             attack_store(port, "r", tmp_path / "PWNED")
-        slow_down(slow, 0.0)
+        set_sample_delay(slow, 0.0)
         assert running.wait().status == 0
     assert not (tmp_path / "PWNED").exists()
     modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in run.rglob("*")}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from command import paceline, start, succeed
-from mounts import mounted
+from mounts import mount_tmpfs
 from paceline.bench.storage import io_ops, suite
 from paceline.bench.storage.advice import give_advice
 from paceline.bench.storage.suite import TESTS, check_directories, measure
@@ -103,7 +103,7 @@ PROGRAM = (os.sys.executable, "-m", "paceline")
 
 
 def test_file_system_with_little_space(tmp_path):
-    with mounted(tmp_path, "size=3m,nr_inodes=60") as folder:
+    with mount_tmpfs(tmp_path, "size=3m,nr_inodes=60") as folder:
         rows = measure_folder(folder)
         assert list(rows) == ALL
         assert all(
@@ -115,7 +115,7 @@ def test_file_system_with_little_space(tmp_path):
 
 
 def test_full_directory(tmp_path):
-    with mounted(tmp_path, "size=1200k") as folder:
+    with mount_tmpfs(tmp_path, "size=1200k") as folder:
         (folder / "filler").write_bytes(bytes(2**20))
         with pytest.raises(
             BenchError,
@@ -127,7 +127,7 @@ def test_full_directory(tmp_path):
 
 def test_directory_without_free_files(tmp_path):
     with (
-        mounted(tmp_path, "size=8m,nr_inodes=20") as folder,
+        mount_tmpfs(tmp_path, "size=8m,nr_inodes=20") as folder,
         pytest.raises(BenchError, match=r"and 1\d files are free, but at least"),
     ):
         check_directories([folder])
@@ -135,7 +135,7 @@ def test_directory_without_free_files(tmp_path):
 
 def test_read_only_directory(tmp_path):
     with (
-        mounted(tmp_path, "size=4m,ro") as folder,
+        mount_tmpfs(tmp_path, "size=4m,ro") as folder,
         pytest.raises(BenchError, match=r"^cannot write in .*: Read-only file system"),
     ):
         check_directories([folder])
@@ -167,7 +167,7 @@ def test_interrupt_prints_rows_and_leaves_the_directory_empty(number, tmp_path):
     with start(
         "bench", "storage", folder, "--seconds", "10", "--json", "a.json", "--plot", "a.svg", at=tmp_path
     ) as running:
-        running.until(lambda: any(folder.glob("*/direct")), "at the second test")
+        running.wait_until(lambda: any(folder.glob("*/direct")), "at the second test")
         running.process.send_signal(number)
         result = running.wait()
     assert result.status == 130, result.all

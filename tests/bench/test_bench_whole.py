@@ -130,12 +130,12 @@ def test_interrupt_keeps_results(tmp_path):
     write_task(tmp_path)
     words = ("--task", "my.py:Regression", "--device", "cpu", "--directory", ".", "--seconds", "40")
     with start("bench", *words, at=tmp_path) as running:
-        running.until(
+        running.wait_until(
             lambda: any(tmp_path.glob(".paceline-bench-*/direct")), "at the second test of the storage"
         )
         running.process.send_signal(2)
         done = running.wait()
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert done.status == 130, done.all
     assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == [
         "cluster.json",

@@ -478,10 +478,10 @@ def test_interrupt_prints_and_saves_rows(backends, tmp_path):
         )
 
     with start("bench", "collectives", *words, at=tmp_path, TMPDIR=str(temporary), **ONE_THREAD) as running:
-        running.until(two_rows_are_measured, "two rows are measured")
+        running.wait_until(two_rows_are_measured, "two rows are measured")
         running.process.send_signal(signal.SIGINT)
         done = running.wait(60)
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert done.status == 130, done.all
     assert "interrupted: the rows show what was measured until then" in done.out
     assert 0 < len(read(tmp_path / "a.json").rows) < 10
@@ -491,11 +491,11 @@ def test_interrupt_prints_and_saves_rows(backends, tmp_path):
 def test_killed_rank_is_named(tmp_path):
     words = ("--operations", "all-reduce", "--sizes", "1KiB", "--seconds", "100")
     with start("bench", "collectives", *words, at=tmp_path) as running:
-        running.until(lambda: len(running.ranks()) == 2, "both ranks run")
+        running.wait_until(lambda: len(running.ranks()) == 2, "both ranks run")
         victim = running.ranks()[1]
         victim.kill()
         done = running.wait(60)
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert done.status == 2, done.all
     assert "paceline: rank 1 was killed by SIGKILL" in done.err
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import command
-from command import Result, of_kind, paceline, slow_down, start, write_task
+from command import Result, events_of_kind, paceline, set_sample_delay, start, write_task
 from harness import ranks
 from paceline import Error, Spec, World, cli, train
 from paceline.errors import DataError, DivergedError, PlanError, SpecError, TaskError
@@ -471,7 +471,7 @@ def test_an_unknown_field_names_the_nearest(tmp_path):
 # Tasks, data and plans that cannot be trained
 
 
-def wanted(here: Path, fate: str = "none", **more) -> Spec:
+def make_spec(here: Path, fate: str = "none", **more) -> Spec:
     settings = {"steps": 12, "batch": 8, "save": Save(minutes=float("inf"))} | more
     return Spec(task=f"{here}/bad.py:Changed", set={"fate": fate}, **settings)
 
@@ -514,14 +514,14 @@ def failing(spec: Spec, plan: str | None = None, run: RunFolder | None = None) -
     ],
 )
 def test_a_task_with_invalid_results(fate, kind, message, here):
-    error = failing(wanted(here, fate))
+    error = failing(make_spec(here, fate))
     assert (type(error), str(error)) == (kind, message.replace("{here}", str(here)))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_raises_is_named(workers, here):
     """In every process that reads samples, with the original error as its cause for --debug."""
-    error = failing(wanted(here, "raises", data=Loading(workers=workers)))
+    error = failing(make_spec(here, "raises", data=Loading(workers=workers)))
     assert (
         str(error)
         == f"sample 31 of 'train' raised OSError: the disk has a hole ({here}/bad.py, line {LINE_OF_HOLE})"
@@ -530,7 +530,7 @@ def test_a_sample_that_raises_is_named(workers, here):
 
 
 def test_samples_of_different_shapes_are_named(here):
-    message = str(failing(wanted(here, "another shape")))
+    message = str(failing(make_spec(here, "another shape")))
     assert message.startswith("one of the samples [")
     assert "31" in message
     assert "of 'train' raised RuntimeError: stack expects each tensor to be equal size" in message
@@ -547,7 +547,7 @@ def test_samples_of_different_shapes_are_named(here):
     ],
 )
 def test_contradictory_requests_are_refused(more, message, here):
-    error = failing(wanted(here, **more), "single,microbatches=2")
+    error = failing(make_spec(here, **more), "single,microbatches=2")
     assert (type(error) in (SpecError, PlanError), str(error)) == (True, message)
 
 
@@ -581,7 +581,7 @@ def refusal_here(spec: Spec, plan: str) -> str:
     ],
 )
 def test_requests_that_several_ranks_cannot_train(fate, samples, plan, message, here):
-    spec = wanted(here).model_copy(update={"set": {"fate": fate, "samples": samples}})
+    spec = make_spec(here).model_copy(update={"set": {"fate": fate, "samples": samples}})
     for found in ranks(2)(refusal_here, spec, plan):
         assert found.startswith(message)
 
@@ -589,7 +589,7 @@ def test_requests_that_several_ranks_cannot_train(fate, samples, plan, message, 
 def test_a_loss_that_is_not_finite(here, tmp_path):
     """The message has the step, the last finite loss and the fix."""
     run = RunFolder(tmp_path)
-    spec = wanted(here, "diverges", save=Save(every=1, minutes=float("inf")))
+    spec = make_spec(here, "diverges", save=Save(every=1, minutes=float("inf")))
     seen = []
     with pytest.raises(DivergedError) as caught:
         seen.extend(event for event in train(spec, world=World(), run=run) if isinstance(event, Step))
@@ -603,24 +603,24 @@ def test_a_loss_that_is_not_finite(here, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_before_any_checkpoint(here):
-    error = failing(wanted(here, "diverges"))
+    error = failing(make_spec(here, "diverges"))
     assert isinstance(error, DivergedError)
     assert "; the last finite loss was " in str(error)
     assert str(error).endswith(
         "no checkpoint was written yet; try a smaller --lr, --set schedule.warmup=SAMPLES or --clip NORM"
     )
-    first = failing(wanted(here, "diverges", batch=53))
+    first = failing(make_spec(here, "diverges", batch=53))
     assert str(first).startswith("the loss is nan at step 1; there was no finite loss before; ")
 
 
 def test_a_gradient_that_is_not_finite(here):
-    error = failing(wanted(here, optimizer=Optimizer(name="sgd", lr=1e30), steps=50))
+    error = failing(make_spec(here, optimizer=Optimizer(name="sgd", lr=1e30), steps=50))
     assert isinstance(error, DivergedError)
     assert " at step " in str(error)
 
 
 def test_an_unknown_metric_is_refused(here):
-    spec = wanted(here, "nan metric", save=Save(best="max acuracy"))
+    spec = make_spec(here, "nan metric", save=Save(best="max acuracy"))
     assert str(failing(spec)) == "save.best='max acuracy', but the evaluation has no acuracy; available: loss"
 
 
@@ -662,7 +662,7 @@ def test_a_sample_that_raises_on_one_of_two_ranks(here, tmp_path):
         f"{LINE_OF_HOLE})"
     )
     assert (result.status, result.err) == (2, f"paceline: {sentence}\n"), result.all
-    failed = [event for event in of_kind(tmp_path / "r", Failed) if not event.lost_peer]
+    failed = [event for event in events_of_kind(tmp_path / "r", Failed) if not event.lost_peer]
     assert [event.message for event in failed] == [sentence]
     shown = paceline("show", "r", at=tmp_path)
     assert "sample 31 of 'train' raised OSError: the disk has a hole" in shown.out
@@ -678,7 +678,7 @@ def test_debug_shows_the_line_of_the_task_on_another_rank(here, tmp_path):
 
 def test_a_rank_that_dies_is_named(here, tmp_path):
     result = train_two(here, tmp_path, "dies", "--save-every", "1", "--workers", "0")
-    steps = max(event.step for event in of_kind(tmp_path / "r", Step))
+    steps = max(event.step for event in events_of_kind(tmp_path / "r", Step))
     kept = RunFolder(tmp_path / "r").checkpoints()[-1]
     first, *rest = result.err.splitlines()
     assert result.status == 2
@@ -689,7 +689,7 @@ def test_a_rank_that_dies_is_named(here, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_with_its_signal(here, tmp_path):
-    slow = slow_down(tmp_path / "slow", 0.02)
+    slow = set_sample_delay(tmp_path / "slow", 0.02)
     words = (
         "train",
         f"{here}/bad.py:Regression",
@@ -703,21 +703,21 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(here, tmp_path):
         "r",
     )
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
-        running.until_step(tmp_path / "r", 3)
+        running.wait_for_step(tmp_path / "r", 3)
         running.ranks()[1].send_signal(signal.SIGSEGV)
         result = running.wait()
     first = result.err.splitlines()[0]
     assert result.status == 2
     assert first.startswith("paceline: rank 1 was killed by SIGSEGV, after step ")
     assert first.endswith("; no checkpoint was written yet")
-    [failed] = [event for event in of_kind(tmp_path / "r", Failed) if not event.lost_peer]
+    [failed] = [event for event in events_of_kind(tmp_path / "r", Failed) if not event.lost_peer]
     assert (failed.rank, failed.message) == (1, first.removeprefix("paceline: "))
 
 
 @pytest.mark.slow
 def test_the_error_is_that_of_the_last_start(here, tmp_path):
     """In the first start rank 0 is killed and rank 1 reports the loss; in the second start the reverse."""
-    slow, run = slow_down(tmp_path / "slow", 0.02), tmp_path / "r"
+    slow, run = set_sample_delay(tmp_path / "slow", 0.02), tmp_path / "r"
     words = (
         "train",
         f"{here}/bad.py:Regression",
@@ -734,10 +734,10 @@ def test_the_error_is_that_of_the_last_start(here, tmp_path):
     )
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
         for start_number, rank in ((1, 0), (2, 1)):
-            running.until(
-                lambda n=start_number: len(of_kind(run, Started)) == n, f"started {start_number} times"
+            running.wait_until(
+                lambda n=start_number: len(events_of_kind(run, Started)) == n, f"started {start_number} times"
             )
-            running.until_step(run, 3)
+            running.wait_for_step(run, 3)
             running.ranks()[rank].kill()
         result = running.wait()
     assert result.status == 2

@@ -24,16 +24,16 @@ from command import (
     PACELINE,
     TASK,
     Result,
-    environment,
-    imports,
-    of_kind,
+    checkpoint_weights,
+    clean_environment,
+    events_of_kind,
+    last_step,
     paceline,
-    slow_down,
+    run_and_list_imports,
+    set_sample_delay,
     start,
-    steps_done,
     succeed,
-    unequal,
-    weights,
+    unequal_tensors,
     write_task,
 )
 from paceline import RunFolder, Spec, cli
@@ -117,7 +117,7 @@ def trained(tmp_path_factory) -> tuple[Path, Result]:
     ],
 )
 def test_help_does_not_wait_for_torch(words, tmp_path):
-    result, imported = imports(*words, at=tmp_path)
+    result, imported = run_and_list_imports(*words, at=tmp_path)
     command = words[0] if words and not words[0].startswith("-") else None
     assert {
         name for name in imported if re.fullmatch(rf"paceline\.cli\.({'|'.join(cli.COMMANDS)})", name)
@@ -228,13 +228,18 @@ def test_completion(typed, offered, tmp_path):
         "COMP_CWORD": str(len(words)),
     }
     completed = subprocess.run(
-        [SCRIPT], cwd=tmp_path, env=environment(**completion), capture_output=True, text=True, timeout=60
+        [SCRIPT],
+        cwd=tmp_path,
+        env=clean_environment(**completion),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert completed.stdout.split() == offered, completed.stderr
 
 
 def test_completion_can_be_installed(tmp_path):
-    home = environment(HOME=str(tmp_path), SHELL="/bin/bash")
+    home = clean_environment(HOME=str(tmp_path), SHELL="/bin/bash")
     typed = [
         "bash",
         "-c",
@@ -381,7 +386,7 @@ def test_tensorboard_reads_the_run(trained):
         "validation/close",
     }
     assert {*board.Tags()["scalars"]} == names
-    losses = {event.step: event.loss for event in of_kind(at / "r", Step)}
+    losses = {event.step: event.loss for event in events_of_kind(at / "r", Step)}
     assert all(scalar.value == pytest.approx(losses[scalar.step]) for scalar in board.Scalars("train/loss"))
     assert [scalar.step for scalar in board.Scalars("validation/close")] == [5, 9, 12]
 
@@ -391,7 +396,7 @@ def test_the_saved_request_can_be_trained_again(trained, tmp_path):
     at, _ = trained
     again = succeed("train", at / "r/spec.toml", "--run-dir", "again", at=tmp_path)
     assert again.err == ""
-    assert not unequal(weights(tmp_path / "again"), weights(at / "r"))
+    assert not unequal_tensors(checkpoint_weights(tmp_path / "again"), checkpoint_weights(at / "r"))
 
 
 def test_resume_continues_on_other_ranks(trained, tmp_path):
@@ -401,7 +406,7 @@ def test_resume_continues_on_other_ranks(trained, tmp_path):
     assert (
         "from step 12 to step 15, batch 12 of 53 samples; plan single,microbatches=2 on 1 rank" in result.out
     )
-    assert [event.step for event in of_kind(tmp_path / "r", Ended)] == [12, 15]
+    assert [event.step for event in events_of_kind(tmp_path / "r", Ended)] == [12, 15]
     spec, launch = RunFolder(tmp_path / "r").request()
     assert spec.steps == 15, "the saved request is the last one"
     assert (launch.ranks, launch.plan, launch.asked, launch.asked_ranks) == (
@@ -606,7 +611,7 @@ def test_weights_do_not_depend_on_the_launcher(launcher, tmp_path):
     [run] = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"regression-\d{8}-\d{6}", run.name)
     succeed("train", run / "spec.toml", "--run-dir", "own", at=tmp_path)
-    assert not unequal(weights(run), weights(tmp_path / "own"))
+    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(tmp_path / "own"))
 
 
 def test_torchrun_passes_on_every_option():
@@ -629,19 +634,19 @@ def test_torchrun_passes_on_every_option():
 @pytest.mark.slow
 def test_stop_and_resume_under_torchrun(tmp_path):
     write_task(tmp_path)
-    slow, run = slow_down(tmp_path / "slow", 0.01), tmp_path / "r"
+    slow, run = set_sample_delay(tmp_path / "slow", 0.01), tmp_path / "r"
     program = (*TORCHRUN, "-m", "paceline")
     words = ("train", "my.py:Regression", "--steps", "100", "--batch", "12", "--run-dir", "r")
     with start(*words, at=tmp_path, program=program, SLOW=str(slow)) as running:
-        running.until_step(run, 4)
+        running.wait_for_step(run, 4)
         running.process.send_signal(signal.SIGINT)
         running.wait()
-        running.until_all_ended()
-    assert of_kind(run, Ended)[-1].reason == "stopped"
+        running.wait_until_all_ended()
+    assert events_of_kind(run, Ended)[-1].reason == "stopped"
     stopped = RunFolder(run).checkpoints()[-1]
     result = succeed("resume", "r", "--steps", str(stopped + 2), at=tmp_path, program=program)
     assert f"from step {stopped} to step {stopped + 2}" in result.out
-    assert steps_done(run) == stopped + 2
+    assert last_step(run) == stopped + 2
 
 
 # On a terminal
@@ -653,7 +658,7 @@ def on_a_terminal(
     """Run a command on a terminal. Return its exit status and its output."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    variables = environment(TERM="xterm-256color", **env)
+    variables = clean_environment(TERM="xterm-256color", **env)
     del variables["COLUMNS"]
     process = subprocess.Popen(
         [*PACELINE, *words],
@@ -684,7 +689,7 @@ def on_a_terminal(
 
 def test_progress_on_a_terminal(tmp_path):
     write_task(tmp_path)
-    slow = slow_down(tmp_path / "slow", 0.01)
+    slow = set_sample_delay(tmp_path / "slow", 0.01)
     words = (
         "train",
         "my.py:Regression",
@@ -717,7 +722,7 @@ def test_the_default_training_learns_digits(tmp_path):
     succeed("train", "--steps", "60", "--device", "cpu", "--ranks", "2", at=tmp_path)
     [run] = (tmp_path / "runs").iterdir()
     assert run.name.startswith("digits-")
-    assert of_kind(run, Evaluated)[-1].metrics["accuracy"] > 0.7
+    assert events_of_kind(run, Evaluated)[-1].metrics["accuracy"] > 0.7
 
 
 def test_keys_lists_every_name_of_set(tmp_path):

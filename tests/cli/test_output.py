@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from command import PACELINE, TASK, environment, of_kind, paceline, write_task
+from command import PACELINE, TASK, clean_environment, events_of_kind, paceline, write_task
 from paceline.events import Ended
 from paceline.output import open_append
 from paceline.run import RunFolder
@@ -20,7 +20,7 @@ OPTIONS = ("train", "my.py:Regression", "--batch", "24", "--steps", "30", "--dev
 
 
 def is_complete(run: Path) -> bool:
-    assert [event.reason for event in of_kind(run, Ended)] == ["done"]
+    assert [event.reason for event in events_of_kind(run, Ended)] == ["done"]
     assert RunFolder(run).checkpoints() == [30]
     return RunFolder(run).log.read_text().rstrip().endswith("done")
 
@@ -44,7 +44,7 @@ def test_a_training_survives_failing_standard_output(ranks: str, what: str, tmp_
         target = str(tmp_path / "pipe")
         os.mkfifo(target)
         reader.start()
-    status = warm.run([*OPTIONS, "--ranks", ranks], tmp_path, environment(), target, target, 240.0)
+    status = warm.run([*OPTIONS, "--ranks", ranks], tmp_path, clean_environment(), target, target, 240.0)
     if what == "gone":
         reader.join()
         assert len(lines) == 1
@@ -64,8 +64,10 @@ def test_closed_standard_files(tmp_path: Path) -> None:
 
 
 def test_an_error_without_output_keeps_its_exit_status(tmp_path: Path) -> None:
-    assert warm.run(["train", "nothing.py"], tmp_path, environment(), "/dev/full", "/dev/full", 240.0) == 2
-    assert warm.run(["status"], tmp_path, environment(), "/dev/full", "/dev/full", 240.0) != 0, (
+    assert (
+        warm.run(["train", "nothing.py"], tmp_path, clean_environment(), "/dev/full", "/dev/full", 240.0) == 2
+    )
+    assert warm.run(["status"], tmp_path, clean_environment(), "/dev/full", "/dev/full", 240.0) != 0, (
         "its result is lost"
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from command import of_kind, succeed, write_task
+from command import events_of_kind, succeed, write_task
 from paceline.cluster import limits
 from paceline.cluster.limits import busy_cores, free_cores, usable_cores
 from paceline.events import Started
@@ -49,7 +49,7 @@ def test_threads_equal_the_free_cores_and_do_not_change_in_a_run(tmp_path: Path)
     write_task(tmp_path)
     with keep_busy(sorted(os.sched_getaffinity(0))):
         output = succeed(*OPTIONS, at=tmp_path).out
-        [first] = of_kind(tmp_path / "r", Started)
+        [first] = events_of_kind(tmp_path / "r", Started)
         assert first.threads == 1
         assert "this machine is oversubscribed: other processes keep " in " ".join(first.notes)
         assert (
@@ -58,14 +58,14 @@ def test_threads_equal_the_free_cores_and_do_not_change_in_a_run(tmp_path: Path)
         )
         assert "note: this machine is oversubscribed" in output
         specified = succeed(*OPTIONS[:-1], "w", "--set", "spec.threads=2", "--tf32", at=tmp_path).out
-        [second] = of_kind(tmp_path / "w", Started)
+        [second] = events_of_kind(tmp_path / "w", Started)
         assert (second.threads, second.notes) == (
             2,
             ("tf32 has no effect: it applies to CUDA devices, and this training runs on the CPU",),
         )
         assert "note: tf32 has no effect" in specified
     succeed("resume", "r", "--steps", "5", at=tmp_path)
-    resumed = of_kind(tmp_path / "r", Started)[-1]
+    resumed = events_of_kind(tmp_path / "r", Started)[-1]
     assert (resumed.step, resumed.threads) == (3, 1), "the result must not depend on free cores"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import network
-from command import PACELINE, environment, of_kind, paceline, write_task
+from command import PACELINE, clean_environment, events_of_kind, paceline, write_task
 from paceline.distributed import network_interface
 from paceline.distributed.network_interface import (
     REMOTE_ADDRESS_KEY,
@@ -151,7 +151,7 @@ def start_by_mpirun(nodes: Sequence[network.Node], at: Path, run: str) -> list["
             nodes[0],
             [*words, "-np", str(len(nodes)), *PACELINE, *WORDS, run],
             at,
-            environment(OMP_NUM_THREADS="1"),
+            clean_environment(OMP_NUM_THREADS="1"),
         )
     ]
 
@@ -174,7 +174,7 @@ def start_by_mpich(nodes: Sequence[network.Node], at: Path, run: str) -> list["s
             nodes[0],
             [*words, "-np", str(len(nodes)), *PACELINE, *WORDS, run],
             at,
-            environment(OMP_NUM_THREADS="1"),
+            clean_environment(OMP_NUM_THREADS="1"),
         )
     ]
 
@@ -232,5 +232,5 @@ def test_host_names_that_other_nodes_cannot_resolve(
     assert paceline(*WORDS, "single", at=tmp_path).status == 0
     with network.nodes(2) as nodes:
         network.succeed(start(nodes, tmp_path, "two"))
-    losses = [[step.loss for step in of_kind(tmp_path / run, Step)] for run in ("single", "two")]
+    losses = [[step.loss for step in events_of_kind(tmp_path / run, Step)] for run in ("single", "two")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

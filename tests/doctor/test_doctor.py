@@ -18,13 +18,13 @@ from command import (
     PACELINE,
     TASK,
     Running,
-    happened,
-    of_kind,
+    checkpoint_weights,
+    events_of_kind,
     paceline,
-    slow_down,
+    read_events,
+    set_sample_delay,
     start,
-    unequal,
-    weights,
+    unequal_tensors,
     write_task,
 )
 from paceline.doctor import heartbeat, rank_state
@@ -34,7 +34,7 @@ from paceline.doctor.heartbeat_writer import SIGNAL, HeartbeatWriter
 from paceline.doctor.rank_state import RankState, ReaderProcess
 from paceline.events import Event, Failed, Stalled, Started, Step
 from paceline.run import RunFolder
-from runs import trained
+from runs import train_run
 
 pytestmark = pytest.mark.processes
 
@@ -51,7 +51,7 @@ def start_training(
     folder: Path, *options: str, steps: int = 60, program: Sequence[str] = PACELINE
 ) -> Running:
     """Start two ranks whose steps take about 0.1 s."""
-    slow_down(folder / "slow", 0.01)
+    set_sample_delay(folder / "slow", 0.01)
     words = (
         "train",
         write_task(folder, STUCK),
@@ -81,18 +81,18 @@ def doctor(folder: Path) -> tuple[int, str, dict]:
 def test_a_healthy_run_is_reported_healthy_and_is_not_changed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with start_training(tmp_path, steps=120) as running:
-        running.until_step(run, 6)
+        running.wait_for_step(run, 6)
         for _ in range(3):
             status, out, diagnosis = doctor(tmp_path)
             assert (status, diagnosis["verdict"], diagnosis["at_fault"]) == (0, "healthy", []), out
             assert out.startswith("run: healthy: step "), out
             assert [seen["state"] for seen in diagnosis["seen"]] == ["runs", "runs"]
             assert all(seen["stack"] and seen["collectives"] for seen in diagnosis["seen"])
-        slow_down(tmp_path / "slow", 0)
+        set_sample_delay(tmp_path / "slow", 0)
         assert running.wait().status == 0
-    assert trained(2, RunFolder(run).request()[0], "ddp", tmp_path / "undisturbed")[-1].reason == "done"
-    assert not unequal(weights(run), weights(tmp_path / "undisturbed"))
-    assert not of_kind(run, Stalled)
+    assert train_run(2, RunFolder(run).request()[0], "ddp", tmp_path / "undisturbed")[-1].reason == "done"
+    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(tmp_path / "undisturbed"))
+    assert not events_of_kind(run, Stalled)
     assert not RunFolder(run).diagnosis.exists()
     assert paceline("doctor", "run", at=tmp_path).out == "run is not running: it was done at step 120\n"
 
@@ -100,15 +100,15 @@ def test_a_healthy_run_is_reported_healthy_and_is_not_changed(tmp_path: Path) ->
 def test_ranks_that_are_stuck_and_stopped_are_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with start_training(tmp_path, "--timeout", "60", steps=1000) as running:
-        running.until_step(run, 4)
+        running.wait_for_step(run, 4)
         (tmp_path / "stuck").touch()
-        running.until(lambda: doctor(tmp_path)[2]["verdict"] == "stuck", "stuck")
+        running.wait_until(lambda: doctor(tmp_path)[2]["verdict"] == "stuck", "stuck")
         status, out, diagnosis = doctor(tmp_path)
         assert (status, diagnosis["at_fault"]) == (1, [1]), out
         assert "rank 1 is in Points.__getitem__ (my.py:" in out
         assert " collective behind; rank 0 waits in all_reduce of " in out
         (tmp_path / "stuck").unlink()
-        running.until(lambda: doctor(tmp_path)[2]["verdict"] == "healthy", "healthy")
+        running.wait_until(lambda: doctor(tmp_path)[2]["verdict"] == "healthy", "healthy")
         stopped = running.ranks()[1]
         stopped.suspend()
         status, out, diagnosis = doctor(tmp_path)
@@ -122,28 +122,28 @@ def test_a_stuck_rank_restarts_all_ranks_and_a_second_stall_ends_the_run(tmp_pat
     run = tmp_path / "run"
     options = ("--timeout", "10", "--save-every", "4", "--restarts", "1")
     with start_training(tmp_path, *options, steps=1000) as running:
-        running.until(lambda: (run / "ckpt" / "step_4").exists(), "saved")
+        running.wait_until(lambda: (run / "ckpt" / "step_4").exists(), "saved")
         (tmp_path / "stuck").touch()
-        running.until(lambda: bool(of_kind(run, Failed)), "given up")
+        running.wait_until(lambda: bool(events_of_kind(run, Failed)), "given up")
         (tmp_path / "stuck").unlink()
-        running.until(
+        running.wait_until(
             lambda: (
-                len(of_kind(run, Started)) == 2
-                and len(of_kind(run, Step)) > len(steps_before_second_start(run))
+                len(events_of_kind(run, Started)) == 2
+                and len(events_of_kind(run, Step)) > len(steps_before_second_start(run))
             ),
             "restarted",
         )
         stopped = running.ranks()[1]
         stopped.suspend()
         result = running.wait()
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert result.status == 2, result.all
     assert "Traceback" not in result.all
     assert result.err.count("rank 1 is stopped by a signal") == 1
     assert f"continue from step {RunFolder(run).checkpoints()[-1]} with: paceline resume run" in result.err
-    restarted, ended = [event for event in of_kind(run, Failed) if not event.lost_peer]
+    restarted, ended = [event for event in events_of_kind(run, Failed) if not event.lost_peer]
     assert [(restarted.what, restarted.rank), (ended.what, ended.rank)] == [("rank", 1), ("run", 1)]
-    first, second = of_kind(run, Stalled)
+    first, second = events_of_kind(run, Stalled)
     assert restarted.message.startswith("rank 1 is in Points.__getitem__ (my.py:")
     assert restarted.message.endswith(f"see {RunFolder(Path('run')).diagnosis}; all ranks are restarted")
     assert first.message.startswith("rank 1 is in Points.__getitem__ (my.py:")
@@ -172,10 +172,10 @@ def test_waiting_for_a_message_that_is_never_sent_ends(program: tuple[str, ...],
     with start_training(
         tmp_path, "--plan", "pp=2,microbatches=2", "--timeout", "6", steps=1000, program=program
     ) as running:
-        running.until_step(run, 4)
+        running.wait_for_step(run, 4)
         (tmp_path / "stuck").touch()
         result = running.wait(60)
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert result.status == (2 if program is PACELINE else 1), result.all
     [message] = [line for line in result.err.splitlines() if line.startswith("paceline: ")]
     assert message.startswith("paceline: rank 1 is in Points.__getitem__ (my.py:"), result.all
@@ -185,17 +185,17 @@ def test_waiting_for_a_message_that_is_never_sent_ends(program: tuple[str, ...],
 
 
 def steps_before_second_start(run: Path) -> list[Event]:
-    begins = [at for at, event in enumerate(happened(run)) if isinstance(event, Started)]
-    return [event for event in happened(run)[: begins[1]] if isinstance(event, Step)]
+    begins = [at for at, event in enumerate(read_events(run)) if isinstance(event, Started)]
+    return [event for event in read_events(run)[: begins[1]] if isinstance(event, Step)]
 
 
 @pytest.mark.slow
 def test_stuck_and_stopped_readers_are_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with start_training(tmp_path, "--timeout", "60", "--workers", "1", steps=1000) as running:
-        running.until_step(run, 4)
+        running.wait_for_step(run, 4)
         (tmp_path / "stuck").touch()
-        running.until(lambda: doctor(tmp_path)[2]["verdict"] == "stuck", "stuck")
+        running.wait_until(lambda: doctor(tmp_path)[2]["verdict"] == "stuck", "stuck")
         status, out, diagnosis = doctor(tmp_path)
         assert (status, diagnosis["at_fault"]) == (1, [1]), out
         assert "run: rank 1 is in DataLoader.__next__ for " in out
@@ -205,25 +205,27 @@ def test_stuck_and_stopped_readers_are_named(tmp_path: Path) -> None:
         assert f"for its reader (process {reader['pid']}), which is stopped" in doctor(tmp_path)[1]
         psutil.Process(reader["pid"]).resume()
         (tmp_path / "stuck").unlink()
-        running.until(lambda: doctor(tmp_path)[2]["verdict"] == "healthy", "healthy")
+        running.wait_until(lambda: doctor(tmp_path)[2]["verdict"] == "healthy", "healthy")
 
 
 @pytest.mark.slow
 def test_torchrun_names_the_cause_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with start_training(tmp_path, "--timeout", "6", steps=1000, program=TORCHRUN) as running:
-        running.until_step(run, 4)
-        [stopped] = [process for process in running.left() if process.environ().get("RANK") == "1"]
+        running.wait_for_step(run, 4)
+        [stopped] = [
+            process for process in running.remaining_processes() if process.environ().get("RANK") == "1"
+        ]
         stopped.suspend()
         status, out, diagnosis = doctor(tmp_path)
         assert (status, diagnosis["at_fault"]) == (1, [1]), out
         assert "; rank 0 waits in all_reduce of " in out
-        running.until(lambda: bool(of_kind(run, Failed)), "given up")
+        running.wait_until(lambda: bool(events_of_kind(run, Failed)), "given up")
         stopped.kill()
         result = running.wait()
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert result.status != 0
-    [stall] = of_kind(run, Stalled)
+    [stall] = events_of_kind(run, Stalled)
     assert (
         f"paceline: rank 0 lost the connection to another rank: {stall.message}; no checkpoint was "
         "written yet\n" in result.err

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from command import TASK, environment, marked, paceline, start, write_task
+from command import TASK, clean_environment, find_marked_processes, paceline, start, write_task
 from paceline.cli.drill import _prepare
 from paceline.drill import sample_audit
 from paceline.drill.clock import ALL, install_clock, set_clock
@@ -23,7 +23,7 @@ from paceline.errors import SpecError
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Launch, Save, Spec
-from runs import NEVER, trained, wanted
+from runs import NEVER, make_spec, train_run
 
 pytestmark = pytest.mark.processes
 
@@ -128,9 +128,9 @@ def test_the_audit_of_an_undisturbed_training() -> None:
 
 def test_differences_are_named(tmp_path: Path) -> None:
     task = write_task(tmp_path)
-    spec = wanted(task, steps=4, save=Save(every=2, minutes=NEVER))
+    spec = make_spec(task, steps=4, save=Save(every=2, minutes=NEVER))
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
-        trained(2, spec.model_copy(update={"seed": seed}), "zero3", tmp_path / name)
+        train_run(2, spec.model_copy(update={"seed": seed}), "zero3", tmp_path / name)
     a, b, c = (RunFolder(tmp_path / name) for name in "abc")
     assert find_weight_difference(b, a, 4) is None
     assert find_weight_difference(c, a, 4) == "0.bias differs in 10 of 10 elements"
@@ -141,7 +141,7 @@ def test_differences_are_named(tmp_path: Path) -> None:
 
 
 def test_clocks_are_shifted(tmp_path: Path) -> None:
-    env = environment(RANK="1") | install_clock(tmp_path / "clock")
+    env = clean_environment(RANK="1") | install_clock(tmp_path / "clock")
 
     def hours_off() -> int:
         result = subprocess.run(
@@ -286,13 +286,13 @@ def test_an_interrupted_drill_leaves_no_process_and_reports_its_results(
 ) -> None:
     words = (*RANKS, "--faults", "kill,stop", "--keep", "kept")
     with start("drill", write_task(tmp_path), *words, at=tmp_path) as running:
-        running.until(
+        running.wait_until(
             (tmp_path / "kept/2-stop/run/ranks/0.alive").exists, "in the middle of the second training"
         )
         running.process.send_signal(number)
         result = running.wait()
         assert result.status == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
-        assert not marked(running.mark)
+        assert not find_marked_processes(running.mark)
     assert "ended after 1 of 2 faults" in result.out
     assert re.search(r"kill +\d+ .* SIGKILL .* holds", result.out), result.all
     assert "1 of 1 faults left no trace" in result.out

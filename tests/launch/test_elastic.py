@@ -16,21 +16,21 @@ import network
 import slurm
 from command import (
     PACELINE,
-    environment,
-    marked,
-    of_kind,
+    clean_environment,
+    events_of_kind,
+    find_marked_processes,
+    last_step,
     paceline,
-    slow_down,
+    set_sample_delay,
     start,
-    steps_done,
     succeed,
     write_task,
 )
 from paceline import spec as specs
 from paceline.events import Ended, Failed, Started, Step
 from paceline.run import RunFolder, create
-from pages import blocks
-from slurm import Slurm, until
+from pages import read_blocks
+from slurm import Slurm, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -62,7 +62,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with slurm.cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+    with slurm.start_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 
 
@@ -74,9 +74,9 @@ def is_open(port: int) -> bool:
 
 def is_undisturbed(run: Path, reference: Path) -> None:
     """Assert that the losses equal those of one process. Of repeated steps the last event counts."""
-    losses = {step.step: step.loss for step in of_kind(run, Step)}
+    losses = {step.step: step.loss for step in events_of_kind(run, Step)}
     assert [losses[step] for step in range(1, 61)] == pytest.approx(
-        [step.loss for step in of_kind(reference, Step)], rel=1e-10
+        [step.loss for step in events_of_kind(reference, Step)], rel=1e-10
     )
 
 
@@ -96,7 +96,7 @@ def process(run: Path, kind: str, rank: int | None = None) -> psutil.Process:
 
 class Agents:
     def __init__(self, folder: Path, nodes: list[network.Node] | None):
-        slow_down(folder / "slow", 0.01)
+        set_sample_delay(folder / "slow", 0.01)
         self.run, self.folder, self.nodes = folder / "r", folder, nodes
         write_task(folder)
         self.processes: list[subprocess.Popen[str]] = []
@@ -114,7 +114,7 @@ class Agents:
                 "STEP_ID": 0,
                 "STEP_TASKS_PER_NODE": "1(x2)",
             }
-            env = environment(
+            env = clean_environment(
                 **{f"SLURM_{name}": str(value) for name, value in variables.items()},
                 SLURM_STEP_NODELIST=hosts,
                 SLOW=str(self.folder / "slow"),
@@ -141,7 +141,7 @@ class Agents:
         """Return the exit status and the output of each agent."""
         return [(agent.wait(timeout_s), *agent.communicate()) for agent in self.processes]
 
-    def until(self, holds, what: str, timeout_s: float = 60.0) -> None:
+    def wait_until(self, holds, what: str, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not holds():
             assert time.monotonic() < deadline, f"not {what}: {[agent.poll() for agent in self.processes]}"
@@ -174,7 +174,7 @@ def agents(folder: Path, nodes: list[network.Node] | None = None, **launch: obje
     try:
         yield group
     finally:
-        for left in marked(group.mark):
+        for left in find_marked_processes(group.mark):
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
         for agent in group.processes:
@@ -185,18 +185,18 @@ def agents(folder: Path, nodes: list[network.Node] | None = None, **launch: obje
 def test_a_killed_rank_restarts_all_ranks(reference: Path, tmp_path: Path) -> None:
     """The second failure has no restart left and is reported once. Weights equal an undisturbed run."""
     with agents(tmp_path) as group:
-        group.until(lambda: RunFolder(group.run).checkpoints() != [], "saved")
+        group.wait_until(lambda: RunFolder(group.run).checkpoints() != [], "saved")
         process(group.run, "rank", 1).kill()
-        group.until(lambda: len(of_kind(group.run, Started)) == 2, "again")
-        again = of_kind(group.run, Started)[-1]
-        group.until(lambda: steps_done(group.run) > again.step + 5, "on")
+        group.wait_until(lambda: len(events_of_kind(group.run, Started)) == 2, "again")
+        again = events_of_kind(group.run, Started)[-1]
+        group.wait_until(lambda: last_step(group.run) > again.step + 5, "on")
         process(group.run, "rank", 1).kill()
         (first, _, message), (second, _, silent) = group.wait()
     assert (first, second, silent) == (2, 2, "")
     assert message.startswith("paceline: rank 1 "), message
     assert "killed by SIGKILL, after step " in message
     assert message.count("paceline: ") == 1
-    [restarted] = [event for event in of_kind(group.run, Failed) if event.what == "node"]
+    [restarted] = [event for event in events_of_kind(group.run, Failed) if event.what == "node"]
     assert restarted.message.startswith(f"rank 1 on {platform.node()} was killed by SIGKILL, after step ")
     assert "; all ranks are restarted on 2 nodes: " in restarted.message
     assert (again.plan, again.ranks) == ("zero1", 2)
@@ -209,10 +209,12 @@ def test_a_killed_rank_restarts_all_ranks(reference: Path, tmp_path: Path) -> No
 def test_a_lost_store_of_the_agents_is_reported(tmp_path: Path) -> None:
     """The store ends with the first agent. Its ranks ask the others to save."""
     with agents(tmp_path) as group:
-        group.until(lambda: steps_done(group.run) >= 6, "at step 6")
+        group.wait_until(lambda: last_step(group.run) >= 6, "at step 6")
         group.processes[0].kill()
         (_, _, _), (status, _, message) = group.wait(40)
-        group.until(lambda: not [left for left in marked(group.mark) if left.is_running()], "all ended")
+        group.wait_until(
+            lambda: not [left for left in find_marked_processes(group.mark) if left.is_running()], "all ended"
+        )
     assert status == 2, message
     assert message.startswith("paceline: node "), message
     assert " lost the connection to node localhost, where the agents meet; continue from step " in message
@@ -223,7 +225,7 @@ def test_a_lost_store_of_the_agents_is_reported(tmp_path: Path) -> None:
 def test_torchrun_continues_on_fewer_nodes(reference: Path, tmp_path: Path) -> None:
     write_task(tmp_path)
     request(tmp_path)
-    slow, run = slow_down(tmp_path / "slow", 0.01), tmp_path / "r"
+    slow, run = set_sample_delay(tmp_path / "slow", 0.01), tmp_path / "r"
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -247,16 +249,19 @@ def test_torchrun_continues_on_fewer_nodes(reference: Path, tmp_path: Path) -> N
     env = {"SLOW": str(slow), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with contextlib.ExitStack() as held:
         first = held.enter_context(start("resume", "r", at=tmp_path, program=program, **env))
-        first.until(lambda: is_open(port), "open")  # this agent has the store
+        first.wait_until(lambda: is_open(port), "open")  # this agent has the store
         other = held.enter_context(start("resume", "r", at=tmp_path, program=program, **env))
-        first.until(lambda: steps_done(run) >= 6, "at step 6")
-        for process in other.left():
+        first.wait_until(lambda: last_step(run) >= 6, "at step 6")
+        for process in other.remaining_processes():
             process.kill()
-        first.until(lambda: len(of_kind(run, Started)) == 2, "again")
+        first.wait_until(lambda: len(events_of_kind(run, Started)) == 2, "again")
         slow.unlink()
         result = first.wait()
     assert result.status == 0, result.all
-    assert [(event.ranks, event.plan) for event in of_kind(run, Started)] == [(2, "zero1"), (1, "single")]
+    assert [(event.ranks, event.plan) for event in events_of_kind(run, Started)] == [
+        (2, "zero1"),
+        (1, "single"),
+    ]
     is_undisturbed(run, reference)
 
 
@@ -266,9 +271,9 @@ class TestNetwork:
     def test_a_cut_link(self, reference: Path, tmp_path: Path) -> None:
         """No process is notified: the ranks time out, and continue on the node of the store."""
         with network.nodes(2) as nodes, agents(tmp_path, nodes, least_nodes=1, timeout_s=6.0) as group:
-            group.until(lambda: steps_done(group.run) >= 6, "at step 6")
-            network._do(f"ip -n {nodes[1].name} link set {network.DEVICE} down")
-            group.until(lambda: len(of_kind(group.run, Started)) == 2, "again", 60)
+            group.wait_until(lambda: last_step(group.run) >= 6, "at step 6")
+            network._run(f"ip -n {nodes[1].name} link set {network.DEVICE} down")
+            group.wait_until(lambda: len(events_of_kind(group.run, Started)) == 2, "again", 60)
             (tmp_path / "slow").unlink()
             (first, out, err), (second, _, lost) = group.wait()
         assert (first, err) == (0, "")
@@ -277,10 +282,10 @@ class TestNetwork:
             lost == f"paceline: node {nodes[1].name} ends: it could not reach node {nodes[0].address}, where "
             "the agents meet, for 20 s\n"
         )
-        [failure] = [event for event in of_kind(group.run, Failed) if event.what == "node"]
+        [failure] = [event for event in events_of_kind(group.run, Failed) if event.what == "node"]
         assert failure.message.startswith(f"node {nodes[1].name} with rank 1 was lost, after step "), failure
         assert out.count(failure.message) >= 1
-        assert [(event.ranks, event.plan) for event in of_kind(group.run, Started)] == [
+        assert [(event.ranks, event.plan) for event in events_of_kind(group.run, Started)] == [
             (2, "zero1"),
             (1, "single"),
         ]
@@ -292,7 +297,9 @@ class TestNetwork:
 class TestSlurm:
     def submit(self, cluster: Slurm, folder: Path, *words: str) -> str:
         write_task(folder)
-        env = environment(OMP_NUM_THREADS="1", SLOW=str(slow_down(folder / "slow", 0.02)), **cluster.env)
+        env = clean_environment(
+            OMP_NUM_THREADS="1", SLOW=str(set_sample_delay(folder / "slow", 0.02)), **cluster.env
+        )
         command = [
             *PACELINE,
             "submit",
@@ -315,32 +322,35 @@ class TestSlurm:
         """The job continues on the other node, with the losses of an undisturbed training."""
         run = tmp_path / "r"
         job = self.submit(cluster, tmp_path, "--nodes", "1:2", "--restarts", "2")
-        until(lambda: steps_done(run) >= 6, "at step 6", run)
-        cluster.lose("n2")
+        wait_until(lambda: last_step(run) >= 6, "at step 6", run)
+        cluster.power_off("n2")
         try:
-            until(lambda: len(of_kind(run, Started)) == 2, "again", run)
+            wait_until(lambda: len(events_of_kind(run, Started)) == 2, "again", run)
             (tmp_path / "slow").unlink()
-            cluster.until_state(job, "COMPLETED")
+            cluster.wait_for_state(job, "COMPLETED")
         finally:
-            cluster.bring_back("n2")
-        [failure] = [event for event in of_kind(run, Failed) if event.what == "node"]
+            cluster.restore("n2")
+        [failure] = [event for event in events_of_kind(run, Failed) if event.what == "node"]
         assert failure.message.startswith("node n2 with rank ")
         assert failure.message.endswith("all ranks are restarted on 1 node: n1")
         log = (run / f"slurm-{job}.out").read_text()
         assert failure.message in log
         assert "Traceback" not in log
-        assert [(event.ranks, event.plan) for event in of_kind(run, Started)] == [(2, "zero1"), (1, "single")]
+        assert [(event.ranks, event.plan) for event in events_of_kind(run, Started)] == [
+            (2, "zero1"),
+            (1, "single"),
+        ]
         is_undisturbed(run, reference)
 
     def test_fewer_nodes_than_the_least(self, cluster: Slurm, tmp_path: Path) -> None:
         run = tmp_path / "r"
         job = self.submit(cluster, tmp_path, "--nodes", "2", "--restarts", "2", "--timeout", "6")
-        until(lambda: steps_done(run) >= 6, "at step 6", run)
-        cluster.lose("n2")
+        wait_until(lambda: last_step(run) >= 6, "at step 6", run)
+        cluster.power_off("n2")
         try:
-            cluster.until_state(job, "FAILED")
+            cluster.wait_for_state(job, "FAILED")
         finally:
-            cluster.bring_back("n2")
+            cluster.restore("n2")
         log = (run / f"slurm-{job}.out").read_text()
         assert log.count("paceline: ") == 1, log
         assert "n2" in log.partition("paceline: ")[2]
@@ -351,25 +361,25 @@ class TestSlurm:
         """The job script and the store are lost with it, so the whole job is requeued."""
         run = tmp_path / "r"
         job = self.submit(cluster, tmp_path, "--nodes", "1:2", "--restarts", "2")
-        until(lambda: steps_done(run) >= 6, "at step 6", run)
-        cluster.lose("n1")
+        wait_until(lambda: last_step(run) >= 6, "at step 6", run)
+        cluster.power_off("n1")
         (tmp_path / "slow").unlink()
-        until(lambda: cluster.state(job) != "RUNNING", "queued again", run)
-        cluster.bring_back("n1")
-        until(lambda: cluster.state(job) == "COMPLETED", "completed", run)
-        assert of_kind(run, Ended)[-1].reason == "done"
+        wait_until(lambda: cluster.state(job) != "RUNNING", "queued again", run)
+        cluster.restore("n1")
+        wait_until(lambda: cluster.state(job) == "COMPLETED", "completed", run)
+        assert events_of_kind(run, Ended)[-1].reason == "done"
         is_undisturbed(run, reference)
 
     def test_a_job_saves_at_its_time_limit(self, cluster: Slurm, reference: Path, tmp_path: Path) -> None:
         run = tmp_path / "r"
         job = self.submit(cluster, tmp_path, "--nodes", "2", "--restarts", "2")
-        until(lambda: steps_done(run) >= 6, "at step 6", run)
+        wait_until(lambda: last_step(run) >= 6, "at step 6", run)
         cluster.run("scancel", "--signal=USR1", "--batch", job)
-        cluster.until_state(job, "PENDING")
-        assert of_kind(run, Ended)[-1].reason == "stopped"
+        cluster.wait_for_state(job, "PENDING")
+        assert events_of_kind(run, Ended)[-1].reason == "stopped"
         (tmp_path / "slow").unlink()
-        cluster.until_state(job, "COMPLETED", timeout_s=120)
-        assert not of_kind(run, Failed)
+        cluster.wait_for_state(job, "COMPLETED", timeout_s=120)
+        assert not events_of_kind(run, Failed)
         is_undisturbed(run, reference)
 
     def test_train_in_an_allocation(self, cluster: Slurm, tmp_path: Path) -> None:
@@ -392,16 +402,16 @@ class TestSlurm:
             *words, "--run-dir", "r", at=tmp_path, program=inside, OMP_NUM_THREADS="1", **cluster.env
         )
         assert result.status == 0, result.all
-        assert [event.ranks for event in of_kind(tmp_path / "r", Started)] == [2]
+        assert [event.ranks for event in events_of_kind(tmp_path / "r", Started)] == [2]
 
     def test_the_commands_of_the_page(self, cluster: Slurm, tmp_path: Path) -> None:
-        env = environment(
+        env = clean_environment(
             OMP_NUM_THREADS="1", **cluster.env | {"PATH": f"{Path(sys.executable).parent}:{slurm.PATH}"}
         )
-        for line in blocks("docs/slurm.md")["lost"].splitlines():
+        for line in read_blocks("docs/slurm.md")["lost"].splitlines():
             subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, check=True, timeout=60)
         run = tmp_path / "runs/a"
-        until(lambda: of_kind(run, Started) != [], "started", run)
+        wait_until(lambda: events_of_kind(run, Started) != [], "started", run)
         cluster.run("scancel", "--user=root")
-        until(lambda: cluster.run("squeue", "-h") == "", "out of the queue", run)
+        wait_until(lambda: cluster.run("squeue", "-h") == "", "out of the queue", run)
         assert "#SBATCH --nodes=1-2\n" in (run / "job.sh").read_text()

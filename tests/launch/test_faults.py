@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from command import PACELINE, TASK, Running, of_kind, slow_down, start, write_task
+from command import PACELINE, TASK, Running, events_of_kind, set_sample_delay, start, write_task
 from paceline.events import Failed, Started
 
 pytestmark = pytest.mark.processes
@@ -35,7 +35,7 @@ LAUNCHERS = [PACELINE, pytest.param(TORCHRUN, marks=pytest.mark.slow)]
 
 
 def begin(folder: Path, source: str, *more: str, program: tuple[str, ...] = PACELINE) -> Running:
-    slow_down(folder / "slow", 0.01)
+    set_sample_delay(folder / "slow", 0.01)
     words = (
         "train",
         write_task(folder, source),
@@ -64,12 +64,12 @@ def test_out_of_memory_on_one_rank_ends_all(program: tuple[str, ...], tmp_path: 
     """The default timeout of a minute does not pass."""
     run = tmp_path / "run"
     with begin(tmp_path, GREEDY, program=program) as running:
-        running.until_step(run, 3)
+        running.wait_for_step(run, 3)
         (tmp_path / "room").touch()
         result = running.wait(30)
-        running.until_all_ended(10)
+        running.wait_until_all_ended(10)
     assert result.status != 0
-    [failure] = [event for event in of_kind(run, Failed) if not event.lost_peer]
+    [failure] = [event for event in events_of_kind(run, Failed) if not event.lost_peer]
     assert failure.rank == 1
     assert "can't allocate memory" in failure.message
     if program == PACELINE:
@@ -84,11 +84,11 @@ def test_datasets_of_unequal_length_are_refused_before_the_first_step(
 ) -> None:
     with begin(tmp_path, OWN_PART, program=program) as running:
         result = running.wait(60)
-        running.until_all_ended(10)
+        running.wait_until_all_ended(10)
     sentence = (
         "paceline: dataset('train') has 53 samples on rank 0 and 52 on rank 1; every rank must see the "
         "whole dataset, Paceline splits it\n"
     )
     assert result.status != 0
     assert result.all.count(sentence) == 1, result.all
-    assert not of_kind(tmp_path / "run", Started)
+    assert not events_of_kind(tmp_path / "run", Started)

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from command import TASK, Running, of_kind, paceline, slow_down, start, write_task
+from command import TASK, Running, events_of_kind, paceline, set_sample_delay, start, write_task
 from paceline.events import Ended, Failed, Started
 from paceline.launch import fork_server
 from paceline.launch.fork_server import is_safe
@@ -144,58 +144,58 @@ def server_of(running: Running) -> psutil.Process | None:
 def test_ranks_continue_when_the_fork_server_is_killed(tmp_path: Path) -> None:
     """Restarted ranks are then spawned."""
     write_task(tmp_path)
-    slow = slow_down(tmp_path / "slow", 0.01)
+    slow = set_sample_delay(tmp_path / "slow", 0.01)
     words = (*WORDS, "--steps", "20", "--set", "save.every=1", "--restarts", "1", "--run-dir", "r")
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
-        running.until_step(tmp_path / "r", 2)
+        running.wait_for_step(tmp_path / "r", 2)
         server, ranks = server_of(running), running.ranks()
         assert server is not None
         server.kill()
         assert [rank.is_running() for rank in ranks.values()] == [True, True]
-        running.until_step(tmp_path / "r", 5)
+        running.wait_for_step(tmp_path / "r", 5)
         ranks[1].kill()
-        slow_down(slow, 0.0)
+        set_sample_delay(slow, 0.0)
         result = running.wait()
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert result.status == 0, result.all
-    [failed] = [failed for failed in of_kind(tmp_path / "r", Failed) if failed.what == "rank"]
+    [failed] = [failed for failed in events_of_kind(tmp_path / "r", Failed) if failed.what == "rank"]
     assert failed.message.startswith("rank 1 was killed by SIGKILL, after step ")
-    assert len(of_kind(tmp_path / "r", Started)) == 2
-    assert of_kind(tmp_path / "r", Ended)[-1].step == 20
+    assert len(events_of_kind(tmp_path / "r", Started)) == 2
+    assert events_of_kind(tmp_path / "r", Ended)[-1].step == 20
 
 
 @pytest.mark.slow
 def test_a_fork_server_that_is_killed_during_its_imports(tmp_path: Path) -> None:
     write_task(tmp_path)
     with start(*WORDS, "--steps", "2", "--run-dir", "r", at=tmp_path) as running:
-        running.until(lambda: server_of(running) is not None, "with a fork server")
+        running.wait_until(lambda: server_of(running) is not None, "with a fork server")
         server = server_of(running)
         assert server is not None
         server.kill()
         result = running.wait()
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert result.status == 0, result.all
 
 
 @pytest.mark.slow
 def test_restarted_ranks_are_forked_again(tmp_path: Path) -> None:
     write_task(tmp_path)
-    slow = slow_down(tmp_path / "slow", 0.01)
+    slow = set_sample_delay(tmp_path / "slow", 0.01)
     with start(
         *WORDS, "--steps", "20", "--restarts", "1", "--run-dir", "r", at=tmp_path, SLOW=str(slow)
     ) as running:
-        running.until_step(tmp_path / "r", 2)
+        running.wait_for_step(tmp_path / "r", 2)
         server, before = server_of(running), running.ranks()
         before[0].kill()
-        running.until(lambda: len(of_kind(tmp_path / "r", Started)) == 2, "started again")
+        running.wait_until(lambda: len(events_of_kind(tmp_path / "r", Started)) == 2, "started again")
         after = running.ranks()
         assert server is not None
         assert server.is_running()
         assert all(after[rank].pid != before[rank].pid for rank in (0, 1))
         assert after[0].cmdline() == server.cmdline()  # the command of a spawned rank has one word less
-        slow_down(slow, 0.0)
+        set_sample_delay(slow, 0.0)
         result = running.wait()
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert result.status == 0, result.all
 
 

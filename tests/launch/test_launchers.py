@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from command import Result, happened, of_kind, paceline, write_task
+from command import Result, events_of_kind, paceline, read_events, write_task
 from paceline.events import Ended, Started, Step
 
 pytestmark = pytest.mark.processes
@@ -52,7 +52,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("alone")
     write_task(folder)
     assert paceline("train", "my.py:Regression", *WORDS, "--run-dir", "run", at=folder).status == 0
-    return [step.loss for step in of_kind(folder / "run", Step)]
+    return [step.loss for step in events_of_kind(folder / "run", Step)]
 
 
 def become(program: tuple[str, ...], folder: Path, *words: str) -> Result:
@@ -68,10 +68,10 @@ def test_two_ranks_share_one_run(
     result = become(program, tmp_path, "my.py:Regression", *WORDS, "--plan", plan)
     assert result.status == 0, result.all
     (run,) = (tmp_path / "runs").glob("*/")  # no file of the rendezvous remains
-    (started,) = of_kind(run, Started)
+    (started,) = events_of_kind(run, Started)
     assert (started.ranks, started.plan) == (2, plan)
-    assert [step.loss for step in of_kind(run, Step)] == pytest.approx(reference, rel=1e-5)
-    assert isinstance(happened(run)[-1], Ended)
+    assert [step.loss for step in events_of_kind(run, Step)] == pytest.approx(reference, rel=1e-5)
+    assert isinstance(read_events(run)[-1], Ended)
     assert result.all.count("463 parameters") == 1, result.all
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [run.name]
 
@@ -103,5 +103,7 @@ def test_resume_under_torchrun(tmp_path: Path, reference: list[float]) -> None:
     assert paceline("train", "my.py:Regression", *words, "--run-dir", "run", at=tmp_path).status == 0
     resumed = paceline("resume", "run", "--steps", "12", at=tmp_path, program=TORCHRUN, OMP_NUM_THREADS="1")
     assert resumed.status == 0, resumed.all
-    assert [step.loss for step in of_kind(tmp_path / "run", Step)] == pytest.approx(reference, rel=1e-5)
+    assert [step.loss for step in events_of_kind(tmp_path / "run", Step)] == pytest.approx(
+        reference, rel=1e-5
+    )
     assert os.path.exists(tmp_path / "run/ckpt/step_12")

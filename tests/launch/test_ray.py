@@ -16,15 +16,15 @@ import pytest
 from command import (
     MARK,
     Running,
-    environment,
-    of_kind,
+    checkpoint_weights,
+    clean_environment,
+    events_of_kind,
+    last_step,
     paceline,
-    slow_down,
+    set_sample_delay,
     start,
-    steps_done,
     succeed,
-    unequal,
-    weights,
+    unequal_tensors,
     write_task,
 )
 from paceline.distributed.world import read_world
@@ -59,13 +59,13 @@ def through(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     folder = tmp_path_factory.mktemp("through")
     write_task(folder)
     succeed("train", *WORDS, "--ranks", "2", "--run-dir", "r", at=folder)
-    return weights(folder / "r")
+    return checkpoint_weights(folder / "r")
 
 
 def begin(folder: Path, *words: str, **env: str) -> Running:
     """Start a training with slow samples, so that it can be disturbed while it runs."""
     write_task(folder)
-    slow = slow_down(folder / "slow", 0.01)
+    slow = set_sample_delay(folder / "slow", 0.01)
     return start(
         "train",
         *WORDS,
@@ -82,15 +82,15 @@ def begin(folder: Path, *words: str, **env: str) -> Running:
 
 
 def until_saved(running: Running, run: Path) -> None:
-    running.until(
-        lambda: steps_done(run) >= 6 and bool(RunFolder(run).checkpoints()), "at step 6, with a checkpoint"
+    running.wait_until(
+        lambda: last_step(run) >= 6 and bool(RunFolder(run).checkpoints()), "at step 6, with a checkpoint"
     )
 
 
 def ranks(running: Running) -> dict[int, psutil.Process]:
     return {
         int(process.environ()["RANK"]): process
-        for process in running.left()
+        for process in running.remaining_processes()
         if process.cmdline()[1:4] == ["-m", "paceline", "rank"]
     }
 
@@ -105,12 +105,12 @@ def test_a_killed_rank_is_restarted(tmp_path: Path, through: dict[str, np.ndarra
         (tmp_path / "slow").unlink()
         result = running.wait()
         assert result.status == 0, result.all
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert (result.err, "ray" in result.out.lower(), result.out.count("463 parameters")) == ("", False, 2), (
         result.all
     )
-    assert [started.step > 0 for started in of_kind(run, Started)] == [False, True]
-    assert not unequal(weights(run), through)
+    assert [started.step > 0 for started in events_of_kind(run, Started)] == [False, True]
+    assert not unequal_tensors(checkpoint_weights(run), through)
     assert {path.name for path in (run / "ranks").glob("*.log")} == {
         "0.log",
         "1.log",
@@ -147,10 +147,10 @@ def test_a_stop_signal_saves_a_checkpoint(
         running.process.send_signal(number)
         result = running.wait()
         assert result.status == 75, result.all
-        running.until_all_ended()
-    assert (result.err, of_kind(run, Ended)[-1].reason) == ("", "stopped")
+        running.wait_until_all_ended()
+    assert (result.err, events_of_kind(run, Ended)[-1].reason) == ("", "stopped")
     succeed("resume", "r", "--launcher", "local", at=tmp_path)
-    assert not unequal(weights(run), through)
+    assert not unequal_tensors(checkpoint_weights(run), through)
 
 
 @pytest.mark.ray
@@ -162,11 +162,11 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
         ranks(running)[0].kill()
         result = running.wait()
         assert result.status == 2, result.all
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert result.err.startswith(
-        f"paceline: rank 0 was killed by SIGKILL, after step {steps_done(run)}; continue from step"
+        f"paceline: rank 0 was killed by SIGKILL, after step {last_step(run)}; continue from step"
     ), result.all
-    assert [event.rank for event in of_kind(run, Failed) if not event.lost_peer] == [0]
+    assert [event.rank for event in events_of_kind(run, Failed) if not event.lost_peer] == [0]
 
 
 @pytest.mark.ray
@@ -178,7 +178,7 @@ def test_a_killed_actor_is_reported(tmp_path: Path) -> None:
         ranks(running)[1].parent().kill()
         result = running.wait()
         assert result.status == 2, result.all
-        running.until_all_ended()
+        running.wait_until_all_ended()
     kept = RunFolder(run).checkpoints()[-1]  # its rank has noticed, and all ranks have saved
     message = (
         f"paceline: rank 1 was lost with its node, after step {kept}; continue from step {kept} with: "
@@ -195,9 +195,9 @@ def test_no_process_outlives_a_killed_launcher(tmp_path: Path, through: dict[str
     with begin(tmp_path) as running:
         until_saved(running, run)
         running.process.kill()
-        running.until_all_ended()
+        running.wait_until_all_ended()
     succeed("resume", "r", "--launcher", "local", at=tmp_path)
-    assert not unequal(weights(run), through)
+    assert not unequal_tensors(checkpoint_weights(run), through)
 
 
 @pytest.mark.ray
@@ -217,7 +217,7 @@ def cluster() -> Iterator[tuple[str, list[str]]]:
     marks = [f"{folder}-{node}" for node in range(2)]
 
     def ray(mark: str, *words: str) -> str:
-        env = environment(RAY_AUTH_MODE="disabled", RAY_TMPDIR=folder, **{MARK: mark})
+        env = clean_environment(RAY_AUTH_MODE="disabled", RAY_TMPDIR=folder, **{MARK: mark})
         program = [sys.executable, "-m", "ray.scripts.scripts", *words]
         return subprocess.run(
             program, env=env, capture_output=True, text=True, timeout=120, check=True
@@ -263,7 +263,7 @@ def test_train_on_a_cluster_of_two_nodes(
         (tmp_path / "slow").unlink()
         result = running.wait()
         assert result.status == 0, result.all
-    assert not unequal(weights(run), through)
+    assert not unequal_tensors(checkpoint_weights(run), through)
     result = paceline("train", *WORDS, "--ranks", "3", "--launcher", "ray", at=tmp_path, **RAY | env)
     assert "--ranks must be at most 2, the CPUs of the Ray cluster, got 3; use --ranks 2" in result.err, (
         result.all
@@ -282,7 +282,7 @@ def test_a_lost_node_is_reported(
         end(marks[1])
         result = running.wait()
         assert result.status == 2, result.all
-        running.until_all_ended()
+        running.wait_until_all_ended()
     refusal, cause, *_ = result.err.splitlines()
     assert (
         refusal
@@ -294,7 +294,7 @@ def test_a_lost_node_is_reported(
         "resume", "r", "--ranks", "1", at=tmp_path, **RAY | {"RAY_TMPDIR": folder, "RAY_ADDRESS": "auto"}
     )
     assert resumed.err == ""
-    assert of_kind(run, Ended)[-1].reason == "done"
+    assert events_of_kind(run, Ended)[-1].reason == "done"
 
 
 # Tests without Ray

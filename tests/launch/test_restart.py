@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from command import TASK, Result, of_kind, paceline, write_task
+from command import TASK, Result, events_of_kind, paceline, write_task
 from paceline.doctor import heartbeat, rank_state
 from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.events import Failed, Started
@@ -133,7 +133,7 @@ def test_a_rank_that_exits_with_0_has_failed(how: str, plan: str, tmp_path: Path
     assert result.err.startswith(
         "paceline: rank 1 failed: ended with exit status 0 before the training was over, "
     ), result.all
-    assert [event.rank for event in of_kind(tmp_path / "r", Failed) if not event.lost_peer] == [1]
+    assert [event.rank for event in events_of_kind(tmp_path / "r", Failed) if not event.lost_peer] == [1]
 
 
 @pytest.mark.slow
@@ -147,6 +147,6 @@ def test_a_worker_that_exits_with_0_has_failed(tmp_path: Path) -> None:
 def test_a_rank_that_exits_with_0_is_restarted(tmp_path: Path) -> None:
     result = exiting(tmp_path, "os._exit(0)", "--restarts", "1")
     assert result.status == 0, result.all
-    assert len(of_kind(tmp_path / "r", Started)) == 2
+    assert len(events_of_kind(tmp_path / "r", Started)) == 2
     assert RunFolder(tmp_path / "r").checkpoints() == [30]
     assert not list((tmp_path / "r").glob("ranks/*.unfinished"))

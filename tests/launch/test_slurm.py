@@ -14,21 +14,21 @@ import pytest
 from command import (
     PACELINE,
     Result,
-    environment,
-    happened,
-    imports,
-    of_kind,
+    checkpoint_weights,
+    clean_environment,
+    events_of_kind,
+    last_step,
     paceline,
-    slow_down,
+    read_events,
+    run_and_list_imports,
+    set_sample_delay,
     start,
-    steps_done,
     succeed,
-    weights,
     write_task,
 )
 from paceline.events import Ended, Started, Step
-from pages import blocks
-from slurm import PATH, Slurm, cluster, until
+from pages import read_blocks
+from slurm import PATH, Slurm, start_cluster, wait_until
 
 ASKED = (
     "--steps",
@@ -47,14 +47,14 @@ ASKED = (
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    with cluster(tmp_path_factory.mktemp("slurm")) as slurm:
+    with start_cluster(tmp_path_factory.mktemp("slurm")) as slurm:
         yield slurm
 
 
 def submit(slurm: Slurm, folder: Path, *words: str, **env: str) -> str:
     """Submit a training and return the number of the job."""
     write_task(folder)
-    env = environment(
+    env = clean_environment(
         OMP_NUM_THREADS="1", **(slurm.env | env)
     )  # without the mark of a command, which the job would inherit
     command = [*PACELINE, "submit", "my.py:Regression", *ASKED, *words]
@@ -72,7 +72,7 @@ def queue(slurm: Slurm) -> str:
 @pytest.mark.parametrize("ranks_per_node", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, slurm, tmp_path):
     """On two nodes, with the same losses as one process, exactly to the requested last step."""
-    slow, run = slow_down(tmp_path / "slow", 0.05 * ranks_per_node), tmp_path / "runs/a"
+    slow, run = set_sample_delay(tmp_path / "slow", 0.05 * ranks_per_node), tmp_path / "runs/a"
     words = (
         "--nodes",
         "2",
@@ -87,7 +87,7 @@ def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, slurm, tmp_
     )
     job = submit(slurm, tmp_path, *words, SLOW=str(slow))
     assert "; not started yet\n" in succeed("status", "runs/a", at=tmp_path, **slurm.env).out
-    until(lambda: steps_done(run) >= 3, "at step 3", run)
+    wait_until(lambda: last_step(run) >= 3, "at step 3", run)
     now = succeed("status", "runs/a", at=tmp_path, **slurm.env)
     assert re.fullmatch(
         rf"runs/a: job {job} RUNNING on n\[1-2\], 00:\d\d:\d\d of 00:10:00; step \d+ of 24, loss "
@@ -95,15 +95,17 @@ def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, slurm, tmp_
         now.out,
     )
     slurm.run("scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1@120 does before the time limit
-    slurm.until_state(job, "PENDING")
-    [stopped] = of_kind(run, Ended)
+    slurm.wait_for_state(job, "PENDING")
+    [stopped] = events_of_kind(run, Ended)
     assert stopped.reason == "stopped"
     assert 3 <= stopped.step < 24
-    slow_down(slow, 0.0)
-    slurm.until_state(job, "COMPLETED", timeout_s=120)
-    assert [start.step for start in of_kind(run, Started)] == [0, stopped.step]
-    assert [event.step for event in of_kind(run, Step)] == [*range(1, 25)], "no step twice, none left out"
-    assert of_kind(run, Ended)[-1].reason == "done"
+    set_sample_delay(slow, 0.0)
+    slurm.wait_for_state(job, "COMPLETED", timeout_s=120)
+    assert [start.step for start in events_of_kind(run, Started)] == [0, stopped.step]
+    assert [event.step for event in events_of_kind(run, Step)] == [*range(1, 25)], (
+        "no step twice, none left out"
+    )
+    assert events_of_kind(run, Ended)[-1].reason == "done"
     assert (
         f"job {job} is queued again"
         in succeed("logs", "runs/a", at=tmp_path, program=PACELINE, **slurm.env).out
@@ -112,17 +114,17 @@ def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, slurm, tmp_
         "no note of a meeting place is left"
     )
     succeed("train", "my.py:Regression", *ASKED, "--run-dir", "alone", at=tmp_path)
-    assert [each.loss for each in of_kind(run, Step)] == pytest.approx(
-        [each.loss for each in of_kind(tmp_path / "alone", Step)], rel=1e-10
+    assert [each.loss for each in events_of_kind(run, Step)] == pytest.approx(
+        [each.loss for each in events_of_kind(tmp_path / "alone", Step)], rel=1e-10
     )
 
     if ranks_per_node == 1:
         return
     # Submitted again by hand, on other nodes, when the training is complete.
-    before = happened(run)
+    before = read_events(run)
     again = slurm.run("sbatch", "--parsable", "--nodes=1", "--ntasks-per-node=1", str(run / "job.sh")).strip()
-    slurm.until_state(again, "COMPLETED")
-    assert happened(run) == before
+    slurm.wait_for_state(again, "COMPLETED")
+    assert read_events(run) == before
     message = succeed("status", "runs/a", at=tmp_path, **slurm.env).out
     assert message.startswith(f"runs/a: job {again} COMPLETED; done at step 24, loss ")
 
@@ -143,10 +145,10 @@ def assert_queried_once(at: Path, slurm: Slurm, *runs: tuple[str, str, str]) -> 
 @pytest.mark.slurm
 def test_cancel_a_job(slurm, tmp_path):
     """A running job saves first; a pending job is removed from the queue."""
-    slow, run = slow_down(tmp_path / "slow", 0.02), tmp_path / "runs/a"
+    slow, run = set_sample_delay(tmp_path / "slow", 0.02), tmp_path / "runs/a"
     job = submit(slurm, tmp_path, "--time", "10", "--run-dir", "runs/a", SLOW=str(slow))
     waiting = submit(slurm, tmp_path, "--nodes", "2", "--ranks-per-node", "4", "--run-dir", "runs/b")
-    until(lambda: steps_done(run) >= 2, "at step 2", run)
+    wait_until(lambda: last_step(run) >= 2, "at step 2", run)
     assert re.match(
         rf"runs/b: job {waiting} PENDING", succeed("status", "runs/b", at=tmp_path, **slurm.env).out
     )
@@ -156,12 +158,12 @@ def test_cancel_a_job(slurm, tmp_path):
         assert (
             message == f"runs/{name}: job {number} is cancelled; continue with: sbatch runs/{name}/job.sh\n"
         )
-    slurm.until_state(job, "CANCELLED")
-    until(lambda: of_kind(run, Ended) != [], "ended", run)
-    slurm.until_state(waiting, "CANCELLED")
-    [ended] = of_kind(run, Ended)
+    slurm.wait_for_state(job, "CANCELLED")
+    wait_until(lambda: events_of_kind(run, Ended) != [], "ended", run)
+    slurm.wait_for_state(waiting, "CANCELLED")
+    [ended] = events_of_kind(run, Ended)
     assert ended.reason == "stopped"
-    assert weights(run, ended.step)
+    assert checkpoint_weights(run, ended.step)
     assert "queued again" not in (run / f"slurm-{job}.out").read_text()
     twice = paceline("cancel", "runs/a", at=tmp_path, **slurm.env)
     assert twice.status == 2
@@ -198,19 +200,22 @@ def test_train_uses_all_nodes_of_an_allocation(slurm, tmp_path):
         at=tmp_path,
         program=inside,
         OMP_NUM_THREADS="1",
-        SLOW=str(slow_down(tmp_path / "slow", 0.01)),
+        SLOW=str(set_sample_delay(tmp_path / "slow", 0.01)),
         **slurm.env,
     ) as running:
-        running.until_step(tmp_path / "r", 2)
+        running.wait_for_step(tmp_path / "r", 2)
         process = next(
             process
-            for process in running.left()
+            for process in running.remaining_processes()
             if "train" in process.cmdline() and "salloc" not in process.cmdline()
         )
         process.terminate()
         result = running.wait()
     assert result.status == 75, result.all
-    assert (of_kind(tmp_path / "r", Started)[0].ranks, of_kind(tmp_path / "r", Ended)[-1].reason) == (
+    assert (
+        events_of_kind(tmp_path / "r", Started)[0].ranks,
+        events_of_kind(tmp_path / "r", Ended)[-1].reason,
+    ) == (
         2,
         "stopped",
     )
@@ -245,19 +250,21 @@ def test_trainings_of_a_job_array_are_independent(slurm, tmp_path):
     """On the same nodes at the same time, they share no ports, files or folders, although none are given."""
     write_task(tmp_path)
     (tmp_path / "array.sh").write_text(ARRAY)
-    env = environment(OMP_NUM_THREADS="1", SLOW=str(slow_down(tmp_path / "slow", 0.01)), **slurm.env)
+    env = clean_environment(
+        OMP_NUM_THREADS="1", SLOW=str(set_sample_delay(tmp_path / "slow", 0.01)), **slurm.env
+    )
     words = ["sbatch", "--parsable", "array.sh", *PACELINE, "train", "my.py:Regression", *ASKED]
     job = subprocess.run(
         words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True
     ).stdout.strip()
     for index in range(2):
-        slurm.until_state(f"{job}_{index}", "COMPLETED", timeout_s=120)
+        slurm.wait_for_state(f"{job}_{index}", "COMPLETED", timeout_s=120)
     runs = list((tmp_path / "runs").iterdir())
     assert len(runs) == 2, runs
-    first, second = ([step.loss for step in of_kind(run, Step)] for run in runs)
+    first, second = ([step.loss for step in events_of_kind(run, Step)] for run in runs)
     assert first == second
     assert len(first) == 24
-    begins, ends = ([happened(run)[at].time for run in runs] for at in (0, -1))
+    begins, ends = ([read_events(run)[at].time for run in runs] for at in (0, -1))
     assert max(begins) < min(ends), "they must train at the same time"
 
 
@@ -267,7 +274,7 @@ def test_failing_ranks_print_one_error(slurm, tmp_path):
     job = submit(
         slurm, tmp_path, "--nodes", "2", "--ranks-per-node", "2", "--set", "widht=3", "--run-dir", "r"
     )
-    slurm.until_state(job, "FAILED")
+    slurm.wait_for_state(job, "FAILED")
     log = (tmp_path / f"r/slurm-{job}.out").read_text()
     assert log.count("has no field widht; did you mean width?") == 1, log
     assert "Traceback" not in log
@@ -294,9 +301,9 @@ def test_a_container_and_stage_in(slurm, tmp_path):
     )
     path = f"{image.parent}:{PATH}"
     job = submit(slurm, tmp_path, "--nodes", "2", "--ranks-per-node", "1", "--run-dir", "r", PATH=path)
-    slurm.until_state(job, "COMPLETED", "FAILED", timeout_s=120)
-    assert of_kind(tmp_path / "r", Ended), next((tmp_path / "r").glob("slurm-*")).read_text()
-    assert of_kind(tmp_path / "r", Started)[0].ranks == 2
+    slurm.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=120)
+    assert events_of_kind(tmp_path / "r", Ended), next((tmp_path / "r").glob("slurm-*")).read_text()
+    assert events_of_kind(tmp_path / "r", Started)[0].ranks == 2
     assert [(tmp_path / node / "hello").read_text() for node in ("n1", "n2")] == ["hello", "hello"]
 
 
@@ -367,16 +374,18 @@ def test_preflight_reports_what_slurm_would_refuse(site, words, message, slurm, 
 
 # The commands of docs/slurm.md
 
-PAGE = blocks("docs/slurm.md")
+PAGE = read_blocks("docs/slurm.md")
 
 
 def commands(name: str, slurm: Slurm, folder: Path) -> None:
     (folder / "site.toml").write_text(PAGE["site.toml"])
-    env = environment(OMP_NUM_THREADS="1", **slurm.env | {"PATH": f"{Path(sys.executable).parent}:{PATH}"})
+    env = clean_environment(
+        OMP_NUM_THREADS="1", **slurm.env | {"PATH": f"{Path(sys.executable).parent}:{PATH}"}
+    )
     for line in PAGE[name].splitlines():
         command = line.partition("#")[0].strip()
         if command.startswith("paceline logs"):
-            until(lambda: [*(folder / "runs/a").glob("slurm-*.out")] != [], "begun", folder / "runs/a")
+            wait_until(lambda: [*(folder / "runs/a").glob("slurm-*.out")] != [], "begun", folder / "runs/a")
         done = subprocess.run(
             ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=env, timeout=100
         )
@@ -387,7 +396,7 @@ def commands(name: str, slurm: Slurm, folder: Path) -> None:
 def test_the_commands_of_the_slurm_page(slurm, tmp_path):
     commands("commands", slurm, tmp_path)
     slurm.run("scancel", "--user=root")
-    until(lambda: queue(slurm) == "", "out of the queue", tmp_path / "runs/a")
+    wait_until(lambda: queue(slurm) == "", "out of the queue", tmp_path / "runs/a")
     assert "#SBATCH --comment=paceline\n" in (tmp_path / "runs/a/job.sh").read_text()
 
 
@@ -395,7 +404,7 @@ def test_the_commands_of_the_slurm_page(slurm, tmp_path):
 @pytest.mark.slow
 def test_the_commands_of_the_slurm_page_in_an_allocation(slurm, tmp_path):
     commands("allocation", slurm, tmp_path)
-    assert [of_kind(run, Started)[0].ranks for run in (tmp_path / "runs").iterdir()] == [2, 2]
+    assert [events_of_kind(run, Started)[0].ranks for run in (tmp_path / "runs").iterdir()] == [2, 2]
 
 
 # Refused requests print one sentence and leave no files
@@ -529,7 +538,7 @@ def test_a_dry_run_prints_the_script_and_writes_no_files(tmp_path):
 def test_slurm_commands_do_not_import_torch(words, tmp_path):
     write_task(tmp_path)
     succeed("train", "my.py:Regression", "--steps", "1", "--device", "cpu", "--run-dir", "r", at=tmp_path)
-    _, imported = imports(*words, at=tmp_path)
+    _, imported = run_and_list_imports(*words, at=tmp_path)
     assert f"paceline.cli.{words[0]}" in imported
     assert not {name for name in imported if name.partition(".")[0] in ("torch", "numpy", "tensorboard")}
 
@@ -539,7 +548,7 @@ def test_slurm_commands_do_not_import_torch(words, tmp_path):
 
 def test_status_and_cancel_of_a_local_training(tmp_path):
     write_task(tmp_path)
-    slow = slow_down(tmp_path / "slow", 0.02)
+    slow = set_sample_delay(tmp_path / "slow", 0.02)
     assert paceline("status", at=tmp_path).err == "paceline: no runs in runs/; specify the folder of a run\n"
     with start(
         "train",
@@ -552,7 +561,7 @@ def test_status_and_cancel_of_a_local_training(tmp_path):
         at=tmp_path,
         SLOW=str(slow),
     ) as running:
-        running.until_step(tmp_path / "runs/a", 2)
+        running.wait_for_step(tmp_path / "runs/a", 2)
         assert re.fullmatch(
             r"runs/a: running, step \d+ of 24, loss \d\.\d+, [\d.]+( k)? samples/s\n",
             succeed("status", at=tmp_path).out,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import models
-from harness import Trained, differences, ranks, trained, training
+from harness import TrainingResult, differences, ranks, train_on_ranks, train_on_this_rank
 from paceline import Spec, Task
 from paceline.errors import PlanError
 from paceline.plan.plan import parse
@@ -29,22 +29,24 @@ PLANS = [
 PLANS += [(4, "dp=2,tp=2,zero=3"), (4, "pp=2,tp=2,microbatches=2"), (2, "local-sgd,period=2")]
 
 
-def train_compiled(task: Task, plan: str) -> tuple[Trained, int]:
+def train_compiled(task: Task, plan: str) -> tuple[TrainingResult, int]:
     """Return the training, and the number of compiled graphs."""
     counters: Any = torch._dynamo.utils.counters
     torch._dynamo.reset()  # other tests compile in this process too
     counters.clear()
-    return training(task, SPEC.model_copy(update={"compile": True}), plan), counters["stats"]["unique_graphs"]
+    return train_on_this_rank(task, SPEC.model_copy(update={"compile": True}), plan), counters["stats"][
+        "unique_graphs"
+    ]
 
 
 @pytest.mark.slow  # the C++ compiler is slow
 @pytest.mark.parametrize(("size", "plan"), PLANS)
 def test_trains_as_without_compilation(size: int, plan: str) -> None:
     task = models.ShortText(depth=4)
-    expected = trained(size, task, SPEC, plan)
+    expected = train_on_ranks(size, task, SPEC, plan)
     for rank, (found, graphs) in enumerate(ranks(size)(train_compiled, task, plan, timeout_s=300.0)):
         assert graphs
-        expected_here = Trained(
+        expected_here = TrainingResult(
             **{**vars(expected), "weights": {name: expected.weights[name] for name in found.weights}}
         )
         assert not differences(found, expected_here, 1e-10), f"rank {rank}"

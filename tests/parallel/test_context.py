@@ -13,7 +13,14 @@ import models
 import sequences
 from command import paceline
 from faults import replaced
-from harness import difference, differences, ranks, trained, training, wrong
+from harness import (
+    differences,
+    differences_from_single,
+    ranks,
+    relative_difference,
+    train_on_ranks,
+    train_on_this_rank,
+)
 from paceline import Spec, Task, train
 from paceline.errors import PlanError
 from paceline.events import Step
@@ -75,7 +82,7 @@ PLANS = [
 
 @pytest.mark.parametrize(("size", "plan"), PLANS)
 def test_gpt_trains_as_one_process(size: int, plan: str) -> None:
-    assert not wrong(size, plan, models.Text(), make_spec())
+    assert not differences_from_single(size, plan, models.Text(), make_spec())
 
 
 @pytest.mark.parametrize(
@@ -103,7 +110,7 @@ def test_gpt_trains_as_one_process(size: int, plan: str) -> None:
 def test_models_train_as_one_process(task: Task, size: int, plan: str) -> None:
     if isinstance(task, sequences.Llama):
         pytest.importorskip("transformers")
-    assert not wrong(size, plan, task, make_spec(SGD))
+    assert not differences_from_single(size, plan, task, make_spec(SGD))
 
 
 def test_text_task_with_evaluation(tmp_path: Path) -> None:
@@ -113,13 +120,13 @@ def test_text_task_with_evaluation(tmp_path: Path) -> None:
     task = text.Text(file=str(file), width=16, depth=2, heads=2, context=16)
     spec = make_spec(SGD, evaluate_every=2)
     for size, plan in ((2, "cp=2"), (4, "zero3,dp=2,cp=2")):
-        assert not wrong(size, plan, task, spec)
+        assert not differences_from_single(size, plan, task, spec)
 
 
 def test_bf16() -> None:
     spec = make_spec(precision="bf16")
     found, expected = (
-        trained(size, models.Text(), spec, plan) for size, plan in ((2, "cp=2"), (1, "single"))
+        train_on_ranks(size, models.Text(), spec, plan) for size, plan in ((2, "cp=2"), (1, "single"))
     )
     assert not differences(found, expected, 0.02)
 
@@ -129,9 +136,11 @@ def test_dropout_outside_of_blocks_is_equal() -> None:
 
     Inside of them each rank has a private stream.
     """
-    found = trained(2, sequences.Variant(kind="dropout"), make_spec(), "cp=2")
+    found = train_on_ranks(2, sequences.Variant(kind="dropout"), make_spec(), "cp=2")
     assert (
-        difference(found.losses, trained(2, sequences.Variant(kind="nothing"), make_spec(), "cp=2").losses)
+        relative_difference(
+            found.losses, train_on_ranks(2, sequences.Variant(kind="nothing"), make_spec(), "cp=2").losses
+        )
         > 1e-3
     )
 
@@ -156,7 +165,7 @@ def compare_attention(length: int, is_causal: bool, dtype: torch.dtype) -> list[
         [expected, *torch.autograd.grad(expected, whole, grad)],
         strict=True,
     )
-    return [difference(part.detach(), full.detach()[:, :, positions]) for part, full in pairs]
+    return [relative_difference(part.detach(), full.detach()[:, :, positions]) for part, full in pairs]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -180,7 +189,7 @@ def record_batch_sizes(task: text.Text, spec: Spec) -> list[int]:
 
         return forward
 
-    training(task, spec, "cp=2", lambda: replaced(text.Gpt, "forward", record))
+    train_on_this_rank(task, spec, "cp=2", lambda: replaced(text.Gpt, "forward", record))
     return sizes
 
 
@@ -232,12 +241,12 @@ def plant_missing_factor() -> Any:
 @pytest.mark.parametrize("plant", [plant_unchecked_local_attention, plant_missing_factor])
 def test_faults_are_detected(plant: Any) -> None:
     for plan in ("cp=2", "zero3,cp=2"):
-        assert wrong(2, plan, models.Text(), make_spec(), plant)
+        assert differences_from_single(2, plan, models.Text(), make_spec(), plant)
 
 
 def train_and_return_error(task: Task, plan: str, plant: Any = None, **more: Any) -> str:
     with pytest.raises(PlanError) as raised:
-        training(task, make_spec(SGD, **more), plan, *([] if plant is None else [plant]))
+        train_on_this_rank(task, make_spec(SGD, **more), plan, *([] if plant is None else [plant]))
     return str(raised.value)
 
 
@@ -346,4 +355,4 @@ def test_resume_under_another_plan(before: tuple[int, str], after: tuple[int, st
         return ranks(at[0])(steps, spec, at[1], tmp_path / run)[0]
 
     found = losses(before, 2, "stopped") + losses(after, 5, "stopped")
-    assert difference(found, losses(after, 5, "through")) <= (RTOL if before != after else 0)
+    assert relative_difference(found, losses(after, 5, "through")) <= (RTOL if before != after else 0)

@@ -11,7 +11,7 @@ import models
 import sequences
 import stacks
 from faults import replaced
-from harness import differences, ranks, trained, training, wrong
+from harness import differences, differences_from_single, ranks, train_on_ranks, train_on_this_rank
 from paceline import Spec, Task, train
 from paceline.data.fake import example_batch
 from paceline.distributed.dtensor import local_tensor
@@ -38,7 +38,7 @@ SGD = Optimizer(
 CLIPPED = SGD.model_copy(update={"clip": 0.1})
 
 
-def wanted(optimizer: Optimizer = SGD, **more: Any) -> Spec:
+def make_spec(optimizer: Optimizer = SGD, **more: Any) -> Spec:
     return Spec(**{"steps": 3, "batch": 8, "seed": 3, "precision": "fp64", "optimizer": optimizer, **more})
 
 
@@ -65,7 +65,7 @@ SLOW = pytest.mark.slow
 def test_sequences_in_a_pipeline(task: Task) -> None:
     if isinstance(task, sequences.Llama):
         pytest.importorskip("transformers")
-    assert not wrong(4, "pp=2,cp=2,microbatches=2", task, wanted())
+    assert not differences_from_single(4, "pp=2,cp=2,microbatches=2", task, make_spec())
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_sequences_in_a_pipeline(task: Task) -> None:
     ],
 )
 def test_sequences_under_every_schedule(plan: str) -> None:
-    assert not wrong(4, f"pp=2,cp=2,microbatches=2,{plan}", models.Text(), wanted(ADAMW))
+    assert not differences_from_single(4, f"pp=2,cp=2,microbatches=2,{plan}", models.Text(), make_spec(ADAMW))
 
 
 EIGHT = [
@@ -101,12 +101,12 @@ EIGHT = [
     ids=str,
 )
 def test_eight_ranks(task: Task, plan: str) -> None:
-    spec = wanted()
+    spec = make_spec()
     try:
         validate_plan(spec, parse(plan).resolve(8), task)
     except PlanError:
         pytest.skip("too few parts")
-    assert not wrong(8, plan, task, spec)
+    assert not differences_from_single(8, plan, task, spec)
 
 
 def test_evaluation_in_slices(tmp_path: Path) -> None:
@@ -114,21 +114,21 @@ def test_evaluation_in_slices(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("Riders in a paceline take turns at the front. " * 20)
     task = text.Text(file=str(file), width=16, depth=2, heads=2, context=16)
-    assert not wrong(4, "pp=2,cp=2,microbatches=2", task, wanted(evaluate_every=2))
+    assert not differences_from_single(4, "pp=2,cp=2,microbatches=2", task, make_spec(evaluate_every=2))
 
 
 @pytest.mark.slow
 def test_dropout_in_slices() -> None:
     """Each stage and slice has a stream of its own, and draws the same again."""
-    task, spec = sequences.Variant(kind="dropout"), wanted()
-    first = trained(4, task, spec, "pp=2,cp=2,microbatches=2")
-    assert not differences(trained(4, task, spec, "pp=2,cp=2,microbatches=2"), first, 0.0)
-    assert differences(first, trained(1, task, spec, "single"), 1e-3)
+    task, spec = sequences.Variant(kind="dropout"), make_spec()
+    first = train_on_ranks(4, task, spec, "pp=2,cp=2,microbatches=2")
+    assert not differences(train_on_ranks(4, task, spec, "pp=2,cp=2,microbatches=2"), first, 0.0)
+    assert differences(first, train_on_ranks(1, task, spec, "single"), 1e-3)
 
 
 def refused(task: Task, plan: str) -> str:
     with pytest.raises(PlanError) as raised:
-        training(task, wanted(), plan)
+        train_on_this_rank(task, make_spec(), plan)
     return str(raised.value)
 
 
@@ -171,7 +171,7 @@ def test_blocks_are_not_cut_inside_and_across() -> None:
     with pytest.raises(
         PlanError, match=r"pp can cut model.layers.0, which has most of the parameters, and cp needs it whole"
     ):
-        validate_plan(wanted(), parse("pp=2,cp=2").resolve(4), OneBlock())
+        validate_plan(make_spec(), parse("pp=2,cp=2").resolve(4), OneBlock())
 
 
 # Optimizer state that is dealt out where parameters are cut
@@ -186,7 +186,7 @@ def test_blocks_are_not_cut_inside_and_across() -> None:
     ],
 )
 def test_dealt_state(plan: str, task: Task, optimizer: Optimizer) -> None:
-    assert not wrong(4, plan, task, wanted(optimizer))
+    assert not differences_from_single(4, plan, task, make_spec(optimizer))
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Held:
 
 
 def held(plan: str) -> Held:
-    task, me, spec = sequences.Encoder(), read_world(), wanted(ADAMW)
+    task, me, spec = sequences.Encoder(), read_world(), make_spec(ADAMW)
     on_ranks = parse(plan).resolve(me.size)
     laid = build_training(spec, on_ranks, me, task, torch.device("cpu"))
     laid.update([example_batch(spec, task, on_ranks)] * on_ranks.microbatches, 0, 1.0)
@@ -232,14 +232,16 @@ def test_dealing() -> None:
 def test_tied_on_one_rank(task: Task, zero: int) -> None:
     if isinstance(task, stacks.HuggingFace):
         pytest.importorskip("transformers")
-    assert not wrong(4, f"dp=2,pp=2,microbatches=2,pp_schedule=zbv,zero={zero}", task, wanted(ADAMW))
+    assert not differences_from_single(
+        4, f"dp=2,pp=2,microbatches=2,pp_schedule=zbv,zero={zero}", task, make_spec(ADAMW)
+    )
 
 
 # Checkpoints
 
 
 def kept(plan: str, steps: int, run: Path) -> None:
-    list(train(wanted(CLIPPED, steps=steps), parse(plan), task=sequences.Encoder(), run=RunFolder(run)))
+    list(train(make_spec(CLIPPED, steps=steps), parse(plan), task=sequences.Encoder(), run=RunFolder(run)))
 
 
 @pytest.mark.parametrize(
@@ -326,9 +328,9 @@ def forgotten_factor() -> Any:
     ],
 )
 def test_what_is_wrong_is_caught(plant: Any, plan: str) -> None:
-    assert wrong(4, plan, models.Text(), wanted(), plant)
+    assert differences_from_single(4, plan, models.Text(), make_spec(), plant)
 
 
 def test_state_that_is_not_sent_is_caught() -> None:
     with pytest.raises(AssertionError, match="differs from the others"):
-        wrong(4, "dp=2,pp=2,microbatches=2,zero=1", models.Text(), wanted(), not_sent)
+        differences_from_single(4, "dp=2,pp=2,microbatches=2,zero=1", models.Text(), make_spec(), not_sent)

@@ -11,7 +11,7 @@ import torch
 
 import models
 import stacks
-from harness import Trained, differences, ranks, trained
+from harness import TrainingResult, differences, ranks, train_on_ranks
 from paceline import Spec, Task, train
 from paceline.data.fake import example_batch
 from paceline.errors import PlanError
@@ -54,7 +54,7 @@ OTHERS: list[Task] = [
     models.Shared(),
     stacks.Skips(),
 ]
-references: dict[tuple[Any, ...], Trained] = {}
+references: dict[tuple[Any, ...], TrainingResult] = {}
 
 
 def compare(size: int, plan: str, task: Task, spec: Spec = SPEC, plant: Any = None) -> list[str]:
@@ -62,8 +62,12 @@ def compare(size: int, plan: str, task: Task, spec: Spec = SPEC, plant: Any = No
     microbatches = next(word for word in plan.split(",") if word.startswith("microbatches"))
     key = repr(task), microbatches, spec.model_dump_json()
     if key not in references:
-        references[key] = trained(1, task, spec, f"single,{microbatches}")
-    results = trained(size, task, spec, plan, plant) if plant is not None else trained(size, task, spec, plan)
+        references[key] = train_on_ranks(1, task, spec, f"single,{microbatches}")
+    results = (
+        train_on_ranks(size, task, spec, plan, plant)
+        if plant is not None
+        else train_on_ranks(size, task, spec, plan)
+    )
     return differences(results, references[key], RTOL)
 
 
@@ -81,7 +85,7 @@ def test_tasks_match_one_process(task: Task) -> None:
 def test_evaluation_in_bf16() -> None:
     """Tensors cross cuts in bf16, as in training."""
     spec = SPEC.model_copy(update={"precision": "bf16", "evaluate_every": 2})
-    metrics = trained(2, models.NormedImages(), spec, "pp=2,microbatches=2").metrics
+    metrics = train_on_ranks(2, models.NormedImages(), spec, "pp=2,microbatches=2").metrics
     assert metrics
     assert np.isfinite([row["loss"] for row in metrics]).all()
 
@@ -172,11 +176,11 @@ def test_sgd_without_clipping() -> None:
 
 
 def test_dropout_differs_by_stage_and_step() -> None:
-    first = trained(2, stacks.Dropping(), SPEC, "pp=2,microbatches=4,pp_schedule=interleaved")
+    first = train_on_ranks(2, stacks.Dropping(), SPEC, "pp=2,microbatches=4,pp_schedule=interleaved")
     assert not differences(
-        trained(2, stacks.Dropping(), SPEC, "pp=2,microbatches=4,pp_schedule=interleaved"), first, 0.0
+        train_on_ranks(2, stacks.Dropping(), SPEC, "pp=2,microbatches=4,pp_schedule=interleaved"), first, 0.0
     )
-    assert differences(trained(2, stacks.Dropping(), SPEC, "pp=2,microbatches=4"), first, 1e-3)
+    assert differences(train_on_ranks(2, stacks.Dropping(), SPEC, "pp=2,microbatches=4"), first, 1e-3)
     assert all(np.isfinite(first.losses))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import models
-from harness import Trained, differences, ranks, trained
+from harness import TrainingResult, differences, ranks, train_on_ranks
 from paceline import Spec, train
 from paceline.errors import PlanError
 from paceline.parallel.pipeline.buffers import StageBuffers
@@ -93,18 +93,18 @@ class Tracking(models.Points):
 
     def dataset(self, split: str) -> models.Pairs:
         size = models.SAMPLES if split == "train" else 11
-        return models.Pairs(x=models.drawn(size, 5), y=models.drawn(size, 3, seed=1))
+        return models.Pairs(x=models.random_normal(size, 5), y=models.random_normal(size, 3, seed=1))
 
 
-references: dict[str, Trained] = {}
+references: dict[str, TrainingResult] = {}
 
 
 def differences_under(plan: str, size: int = 2, *plant: Any) -> list[str]:
     microbatches = next(word for word in plan.split(",") if word.startswith("microbatches"))
     if microbatches not in references:
-        references[microbatches] = trained(1, Tracking(), SPEC, f"single,{microbatches}")
+        references[microbatches] = train_on_ranks(1, Tracking(), SPEC, f"single,{microbatches}")
         assert all(value.any() for value in references[microbatches].weights.values())
-    return differences(trained(size, Tracking(), SPEC, plan, *plant), references[microbatches], 1e-10)
+    return differences(train_on_ranks(size, Tracking(), SPEC, plan, *plant), references[microbatches], 1e-10)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -201,8 +201,8 @@ def test_buffers_that_no_single_stage_could_keep_are_refused(kind: str, plan: st
 def test_buffers_that_one_stage_keeps_match_one_process(kind: str) -> None:
     plan = "pp=2,microbatches=2,pp_schedule=zbv" if kind == "middle" else "pp=2,microbatches=2"
     assert not differences(
-        trained(2, Kept(kind=kind), SPEC, plan),
-        trained(1, Kept(kind=kind), SPEC, "single,microbatches=2"),
+        train_on_ranks(2, Kept(kind=kind), SPEC, plan),
+        train_on_ranks(1, Kept(kind=kind), SPEC, "single,microbatches=2"),
         1e-10,
     )
 
@@ -225,8 +225,8 @@ class Scaling(models.Points):
 
 def test_first_stage_receives_nothing() -> None:
     assert not differences(
-        trained(2, Scaling(), SPEC, "pp=2,microbatches=2"),
-        trained(1, Scaling(), SPEC, "single,microbatches=2"),
+        train_on_ranks(2, Scaling(), SPEC, "pp=2,microbatches=2"),
+        train_on_ranks(1, Scaling(), SPEC, "single,microbatches=2"),
         1e-10,
     )
 
@@ -257,11 +257,13 @@ def shared_by_stages() -> Iterator[None]:
 
 
 def test_shared_buffer_changed_by_two_stages_is_caught() -> None:
-    one = trained(1, Counted(), SPEC, "single,microbatches=2")
+    one = train_on_ranks(1, Counted(), SPEC, "single,microbatches=2")
     assert one.weights["steps"] == 6
     plan = "pp=2,microbatches=2,pp_schedule=interleaved"
-    assert not differences(trained(2, Counted(), SPEC, plan), one, 1e-10)
-    assert differences(trained(2, Counted(), SPEC, plan, shared_by_stages), one, 1e-10) == ["steps by 1"]
+    assert not differences(train_on_ranks(2, Counted(), SPEC, plan), one, 1e-10)
+    assert differences(train_on_ranks(2, Counted(), SPEC, plan, shared_by_stages), one, 1e-10) == [
+        "steps by 1"
+    ]
 
 
 def train_steps(plan: str, steps: int, run: Path) -> None:

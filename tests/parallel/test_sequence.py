@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import models
 from faults import replaced
-from harness import Trained, differences, ranks, trained, training
+from harness import TrainingResult, differences, ranks, train_on_ranks, train_on_this_rank
 from paceline import Layout, Spec, Task
 from paceline.data.fake import example_batch, is_fake
 from paceline.parallel.tensor import apply as tensor
@@ -119,7 +119,9 @@ class Words(models.Text):
 
     def dataset(self, split: str) -> models.Rows | None:
         return (
-            models.Rows(tokens=models.chosen(12, 29, 7), mask=torch.ones(29, 6)) if split == "train" else None
+            models.Rows(tokens=models.random_integers(12, 29, 7), mask=torch.ones(29, 6))
+            if split == "train"
+            else None
         )
 
     def layout(self) -> Layout:
@@ -213,27 +215,27 @@ MANY = [
 )
 def test_trains_as_one_process(size: int, plan: str, kind: str) -> None:
     task = Words(kind=kind)
-    assert not differences(trained(size, task, SPEC, plan), trained(1, task, SPEC), 1e-11)
+    assert not differences(train_on_ranks(size, task, SPEC, plan), train_on_ranks(1, task, SPEC), 1e-11)
 
 
-def omit_partial_sums(task: Task, plan: str) -> Trained:
+def omit_partial_sums(task: Task, plan: str) -> TrainingResult:
     with replaced(tensor, "sum_partial_gradients", lambda original: lambda *arguments: None):
-        return training(task, SPEC, plan)
+        return train_on_this_rank(task, SPEC, plan)
 
 
-def omit_reduce_scatter(task: Task, plan: str) -> Trained:
+def omit_reduce_scatter(task: Task, plan: str) -> TrainingResult:
     """Train with gradients of gathered activations that are not summed over the ranks."""
     with replaced(
         sequence_comm.SequenceCollectives,
         "reduce_scatter_parts",
         lambda original: sequence_comm.SequenceCollectives.local_part,
     ):
-        return training(task, SPEC, plan)
+        return train_on_this_rank(task, SPEC, plan)
 
 
 @pytest.mark.parametrize("fault", [omit_partial_sums, omit_reduce_scatter])
-def test_omitted_sum_is_detected(fault: Callable[..., Trained]) -> None:
-    assert differences(ranks(2)(fault, Words(), "tp=2")[0], trained(1, Words(), SPEC), 1e-4)
+def test_omitted_sum_is_detected(fault: Callable[..., TrainingResult]) -> None:
+    assert differences(ranks(2)(fault, Words(), "tp=2")[0], train_on_ranks(1, Words(), SPEC), 1e-4)
 
 
 def check_collectives(length: int, dim: int) -> bool:
@@ -301,10 +303,10 @@ def measure_saved_bytes(between: bool) -> tuple[int, int]:
     once = SPEC.model_copy(update={"steps": 1})
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
         if between:
-            training(Words(), once, "tp=2")
+            train_on_this_rank(Words(), once, "tp=2")
         else:
             with replaced(tensor, "find_sequence_parallel", lambda original: refuse_to_split):
-                training(Words(), once, "tp=2")
+                train_on_this_rank(Words(), once, "tp=2")
     for hook in hooks:
         hook.remove()
     return sum(size for size, is_between in kept.values() if is_between), sum(
@@ -365,7 +367,7 @@ def drawn(task: Task, plan: str) -> Drawn:
         replaced(F, "scaled_dot_product_attention", lambda original: attend),
         replaced(Words, "model", lambda original: watched),
     ):
-        training(task, SPEC, plan)
+        train_on_this_rank(task, SPEC, plan)
     found["stream"] = torch.default_generator.get_state().numpy().tobytes()
     return found
 
@@ -404,6 +406,6 @@ def test_data_ranks_have_different_masks() -> None:
 
 def test_recomputation_repeats_masks() -> None:
     task = Words(drop=0.4)
-    expected = trained(2, task, SPEC, "tp=2")
-    assert not differences(trained(2, task, SPEC, "tp=2,recompute=full"), expected, 1e-11)
-    assert differences(expected, trained(1, Words(), SPEC), 1e-3)
+    expected = train_on_ranks(2, task, SPEC, "tp=2")
+    assert not differences(train_on_ranks(2, task, SPEC, "tp=2,recompute=full"), expected, 1e-11)
+    assert differences(expected, train_on_ranks(1, Words(), SPEC), 1e-3)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
-from harness import Trained, differences, ranks, trained, training
+from harness import TrainingResult, differences, ranks, train_on_ranks, train_on_this_rank
 from paceline import Layout, Spec, Task
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.tensor import apply as tensor
@@ -106,7 +106,7 @@ class Sequences(Task):
 
     def dataset(self, split: str) -> models.Pairs | None:
         return (
-            models.Pairs(x=models.drawn(29, 5, 6), y=models.drawn(29, 5, 3, seed=1))
+            models.Pairs(x=models.random_normal(29, 5, 6), y=models.random_normal(29, 5, 3, seed=1))
             if split == "train"
             else None
         )
@@ -293,8 +293,8 @@ def skip_without_transformers(task: Task) -> None:
 
 
 @cache
-def reference(at: int, plan: str = "single") -> Trained:
-    return trained(1, TASKS[at], SPEC, plan)
+def reference(at: int, plan: str = "single") -> TrainingResult:
+    return train_on_ranks(1, TASKS[at], SPEC, plan)
 
 
 CASES = [
@@ -318,15 +318,15 @@ def test_trains_as_one_process(at: int, size: int, plan: str) -> None:
         if isinstance(TASKS[at], Normed) and parse(plan).microbatches
         else "single"
     )
-    assert not differences(trained(size, TASKS[at], SPEC, plan), reference(at, single_plan), 1e-11)
+    assert not differences(train_on_ranks(size, TASKS[at], SPEC, plan), reference(at, single_plan), 1e-11)
 
 
 def test_dropout_is_equal_on_shared_tensors() -> None:
     """`trained` compares the ranks: with different masks their weights would differ at once."""
     drops = Sequences(kind="DropoutInBoth")
-    found = trained(2, drops, SPEC, "tp=2")
-    assert found.losses != trained(1, Sequences(kind="Gated"), SPEC).losses
-    assert not differences(trained(4, drops, SPEC, "tp=4"), found, 1.0)
+    found = train_on_ranks(2, drops, SPEC, "tp=2")
+    assert found.losses != train_on_ranks(1, Sequences(kind="Gated"), SPEC).losses
+    assert not differences(train_on_ranks(4, drops, SPEC, "tp=4"), found, 1.0)
 
 
 def is_loss_split(task: Task, plan: str) -> bool:
@@ -338,7 +338,7 @@ def is_loss_split(task: Task, plan: str) -> bool:
         return original.build_forward(module, *rest)
 
     STYLES["head"] = dataclasses.replace(original, build_forward=build_forward)
-    training(task, SPEC, plan)
+    train_on_this_rank(task, SPEC, plan)
     STYLES["head"] = original
     return all(getattr(head, layers.SPLIT_LOSS) for head in heads) and bool(heads)
 
@@ -358,22 +358,22 @@ class NoSumInBackward(torch.autograd.Function):
         return grad, None
 
 
-def omit_backward_sum(task: Task, plan: str) -> Trained:
+def omit_backward_sum(task: Task, plan: str) -> TrainingResult:
     original, layers._EnterSplitLinear = layers._EnterSplitLinear, NoSumInBackward  # type: ignore[misc]
     try:
-        return training(task, SPEC, plan)
+        return train_on_this_rank(task, SPEC, plan)
     finally:
         layers._EnterSplitLinear = original  # type: ignore[misc]
 
 
-def omit_partial_sum(task: Task, plan: str) -> Trained:
+def omit_partial_sum(task: Task, plan: str) -> TrainingResult:
     original, tensor.sum_partial_gradients = tensor.sum_partial_gradients, lambda *arguments: None
     try:
-        return training(task, SPEC, plan)
+        return train_on_this_rank(task, SPEC, plan)
     finally:
         tensor.sum_partial_gradients = original
 
 
 @pytest.mark.parametrize("fault", [omit_backward_sum, omit_partial_sum])
-def test_omitted_sum_is_detected(fault: Callable[..., Trained]) -> None:
+def test_omitted_sum_is_detected(fault: Callable[..., TrainingResult]) -> None:
     assert differences(ranks(2)(fault, TASKS[2], "tp=2")[0], reference(2), 1e-4)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import models
 from faults import replaced
-from harness import ranks, training, wrong
+from harness import differences_from_single, ranks, train_on_this_rank
 from paceline import Layout, Spec, Task, train
 from paceline.distributed.dtensor import has_no_empty_shard, shard_size
 from paceline.errors import PlanError
@@ -81,7 +81,7 @@ def test_trains_as_one_process(size: int, plan: str, tied: bool) -> None:
         "0": "vocabulary",
         "3": "head",
     }
-    assert not wrong(size, plan, task, SPEC)
+    assert not differences_from_single(size, plan, task, SPEC)
 
 
 def find_split_sizes(task: Task, plan: str) -> list[bool]:
@@ -89,7 +89,7 @@ def find_split_sizes(task: Task, plan: str) -> list[bool]:
     with replaced(
         layers, "as_split_dtensor", lambda original: lambda *args: sizes.append(args[1]) or original(*args)
     ):
-        training(task, SPEC, plan)
+        train_on_this_rank(task, SPEC, plan)
     return sizes
 
 
@@ -108,7 +108,7 @@ def plant_wrong_offset() -> Any:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_wrong_offset_is_detected(tp: int) -> None:
-    assert wrong(tp, f"tp={tp}", OddVocabulary(), SPEC, plant_wrong_offset)
+    assert differences_from_single(tp, f"tp={tp}", OddVocabulary(), SPEC, plant_wrong_offset)
 
 
 def train_to(plan: str, steps: int, run: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from command import TASK, of_kind, paceline, succeed, write_task
+from command import TASK, events_of_kind, paceline, succeed, write_task
 from paceline import Spec, train
 from paceline.cluster.facts import Cluster, Device, Fact
 from paceline.errors import PlanError
@@ -51,7 +51,7 @@ def test_run_reports_its_choice_and_resumes_with_it(tmp_path: Path) -> None:
     write_task(tmp_path)
     write_machine(tmp_path)
     succeed("train", *WORDS, "--ranks", "2", "--run-dir", "run", at=tmp_path)
-    [started] = of_kind(tmp_path / "run", Started)
+    [started] = events_of_kind(tmp_path / "run", Started)
     _, launch = load(tmp_path / "run/spec.toml", {})
     assert launch.plan == started.plan == str(parse(started.plan))
     [why] = [note for note in started.notes if note.startswith("auto chose")]
@@ -59,9 +59,9 @@ def test_run_reports_its_choice_and_resumes_with_it(tmp_path: Path) -> None:
     assert "a step predicted (±" in why
     assert "the next best, " in why
     succeed("resume", "run", "--steps", "6", at=tmp_path)
-    assert [event.plan for event in of_kind(tmp_path / "run", Started)] == [started.plan] * 2
+    assert [event.plan for event in events_of_kind(tmp_path / "run", Started)] == [started.plan] * 2
     succeed("resume", "run", "--steps", "8", "--plan", "zero2", at=tmp_path)
-    last = of_kind(tmp_path / "run", Started)[-1]
+    last = events_of_kind(tmp_path / "run", Started)[-1]
     assert last.plan == "zero2"
     assert not any(note.startswith("auto chose") for note in last.notes)
 
@@ -73,7 +73,7 @@ def test_ranks_of_another_launcher_agree(tmp_path: Path) -> None:
     found = paceline("train", *WORDS, at=tmp_path, program=TORCHRUN, OMP_NUM_THREADS="1")
     assert found.status == 0, found.all
     [run] = (tmp_path / "runs").glob("*/")
-    [started] = of_kind(run, Started)
+    [started] = events_of_kind(run, Started)
     assert load(run / "spec.toml", {})[1].plan == started.plan != "auto"
     assert any(note.startswith(f"auto chose plan {started.plan}: ") for note in started.notes)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from clusters import cluster
+from clusters import make_cluster
 from paceline.plan.cost_model import memory, step_time
 from paceline.plan.model.library import load_model
 from paceline.plan.report.bars import draw, find_front
@@ -14,7 +14,7 @@ from paceline.plotting.colours import COLOURS
 
 @pytest.fixture(scope="module")
 def found():
-    return find_best_plans(load_model("gpt3-1.3b"), cluster(8), 64)
+    return find_best_plans(load_model("gpt3-1.3b"), make_cluster(8), 64)
 
 
 def test_no_plan_dominates_the_front(found):
@@ -39,7 +39,7 @@ def test_every_part_has_a_distinct_colour():
 
 
 def test_a_plan_that_does_not_fit_is_explained():
-    asked = find_best_plans(load_model("gpt3-13b"), cluster(8), 8, "ddp", others=True)
+    asked = find_best_plans(load_model("gpt3-13b"), make_cluster(8), 8, "ddp", others=True)
     text = [line for line in explain(asked) if isinstance(line, str)]
     assert "it does not fit" in text[0]
     assert asked.pool
@@ -48,7 +48,7 @@ def test_a_plan_that_does_not_fit_is_explained():
 
 def test_pictures_are_reproducible(tmp_path):
     pytest.importorskip("matplotlib")
-    asked = find_best_plans(load_model("resnet50"), cluster(4), 64, "zero3,microbatches=2", others=True)
+    asked = find_best_plans(load_model("resnet50"), make_cluster(4), 64, "zero3,microbatches=2", others=True)
     for name in ("one.svg", "two.svg"):
         draw(asked, 3, tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()

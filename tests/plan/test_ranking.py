@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clusters import cluster
+from clusters import make_cluster
 from command import succeed
 from paceline.cluster.facts import CalibrationRecord, Cluster, Device, Fact, Link, Pace
 from paceline.plan.cost_model.cost import RUN_NOISE, CostPart
@@ -48,7 +48,7 @@ def with_parts(found: BestPlans, *plans: dict[str, tuple[float, float]]) -> Best
 
 @pytest.fixture(scope="module")
 def of_gpus() -> BestPlans:
-    return find_best_plans(GPT, cluster(16), 64)
+    return find_best_plans(GPT, make_cluster(16), 64)
 
 
 @pytest.mark.parametrize(

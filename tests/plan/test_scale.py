@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clusters import cluster
+from clusters import make_cluster
 from command import paceline, succeed
 from paceline.errors import PlanError, SpecError
 from paceline.plan.model.library import load_model
@@ -60,7 +60,7 @@ def test_bad_rank_counts(text, says):
 
 
 def test_each_point_is_the_fastest_plan():
-    facts, on = load_model("gpt3-1.3b"), cluster(64)
+    facts, on = load_model("gpt3-1.3b"), make_cluster(64)
     found = predict_scaling(facts, on, (4, 8, 32), 64)
     assert [point.ranks for point in found.strong.points] == [4, 8, 32]
     for point, nodes in zip(found.strong.points, (1, 1, 4), strict=True):
@@ -72,7 +72,7 @@ def test_each_point_is_the_fastest_plan():
 
 
 def test_efficiency_is_relative_to_fewest_ranks():
-    found = predict_scaling(load_model("resnet50"), cluster(8), (1, 2, 8, 16), 512, tokens=1e6, price=3)
+    found = predict_scaling(load_model("resnet50"), make_cluster(8), (1, 2, 8, 16), 512, tokens=1e6, price=3)
     for curve in (found.strong, found.weak):
         of_rank = [point.cost.time.samples / point.cost.step_s / point.ranks for point in curve.points]
         assert [point.efficiency for point in curve.points] == pytest.approx(
@@ -90,7 +90,7 @@ def test_efficiency_is_relative_to_fewest_ranks():
 def test_efficiency_is_lost_to_slow_network():
     facts = load_model("resnet50")
     fast, slow = (
-        predict_scaling(facts, cluster(64, across_GBps=GBps), (8, 64, 512), 2048).strong.points
+        predict_scaling(facts, make_cluster(64, across_GBps=GBps), (8, 64, 512), 2048).strong.points
         for GBps in (200, 0.2)
     )
     assert fast[1].efficiency > 0.8
@@ -100,7 +100,9 @@ def test_efficiency_is_lost_to_slow_network():
 
 
 def test_find_last_efficient():
-    curve = predict_scaling(load_model("resnet50"), cluster(64, across_GBps=5), (1, 8, 64, 512), 1024).strong
+    curve = predict_scaling(
+        load_model("resnet50"), make_cluster(64, across_GBps=5), (1, 8, 64, 512), 1024
+    ).strong
     shares = [point.efficiency for point in curve.points]
     assert shares == sorted(shares, reverse=True)
     between = (shares[1] + shares[2]) / 2
@@ -110,7 +112,7 @@ def test_find_last_efficient():
 
 
 def test_infeasible_counts_give_reason():
-    found = predict_scaling(load_model("llama3-8b"), cluster(8), (1, 12, 16, 3000), 48)
+    found = predict_scaling(load_model("llama3-8b"), make_cluster(8), (1, 12, 16, 3000), 48)
     assert {count.ranks: count.want for count in found.strong.refused} == {
         1: "memory",
         12: "nodes",
@@ -127,12 +129,12 @@ def test_infeasible_counts_give_reason():
 
 
 def test_fractional_samples_per_rank():
-    found = predict_scaling(load_model("gpt2"), cluster(8), (2, 3, 4), 2)
+    found = predict_scaling(load_model("gpt2"), make_cluster(8), (2, 3, 4), 2)
     assert found.weak.refused == ()
-    found = predict_scaling(load_model("gpt2"), cluster(8), (4, 6), 2)
+    found = predict_scaling(load_model("gpt2"), make_cluster(8), (4, 6), 2)
     assert [count.want for count in found.weak.refused] == []
     assert [point.batch for point in found.weak.points] == [2, 3]
-    found = predict_scaling(load_model("gpt2"), cluster(8), (4, 5), 2)
+    found = predict_scaling(load_model("gpt2"), make_cluster(8), (4, 5), 2)
     assert [count.reason for count in found.weak.refused] == [
         "a batch of 2.5 is not a whole number of samples"
     ]
@@ -144,7 +146,7 @@ def test_nothing_fits():
         match=r"no plan fits 72.0 GiB per device; the leanest, .* needs .*: use 32 ranks on 4 nodes of this "
         r"kind",
     ):
-        predict_scaling(load_model("llama3-70b"), cluster(8), (1, 2, 4), 64)
+        predict_scaling(load_model("llama3-70b"), make_cluster(8), (1, 2, 4), 64)
 
 
 @pytest.mark.parametrize(

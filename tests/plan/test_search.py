@@ -2,7 +2,7 @@
 
 import pytest
 
-from clusters import cluster
+from clusters import make_cluster
 from paceline.cluster.published import parse as published
 from paceline.errors import PlanError
 from paceline.plan.cost_model.defaults import add_assumptions
@@ -20,7 +20,7 @@ TRILLION = Transformer(name="1t", layers=128, hidden=25600, heads=160, vocab=512
     ("name", "devices", "batch"), [("llama3-8b", 16, 32), ("gpt2", 8, 24), ("resnet50", 4, 64)]
 )
 def test_every_plan_resolves_to_itself(name, devices, batch):
-    found = search_plans(load_model(name), cluster(devices), batch)
+    found = search_plans(load_model(name), make_cluster(devices), batch)
     plans = [plan for plan, _ in found.fitting] + [rejected.plan for rejected in found.rejected]
     assert len(plans) == len(set(plans)) > 10
     for plan in plans[::7]:
@@ -33,7 +33,7 @@ def test_every_plan_resolves_to_itself(name, devices, batch):
 
 
 def test_search_and_predict_agree():
-    facts, on = load_model("llama3-8b"), cluster(16)
+    facts, on = load_model("llama3-8b"), make_cluster(16)
     for plan, cost in choose_plans(facts, on, 32)[::100]:
         alone = predict(facts, plan, on, 32)
         assert (alone.step_s, alone.peak_bytes) == pytest.approx((cost.step_s, cost.peak_bytes), rel=1e-12)
@@ -44,42 +44,42 @@ def test_search_and_predict_agree():
 )
 def test_find_fastest_agrees_with_search(name, batch, memory_GiB):
     """Also with rates of another number of ranks that fill their nodes equally, as `scale` uses them."""
-    facts, on = load_model(name), device_rates(cluster(64, memory_GiB=memory_GiB))
+    facts, on = load_model(name), device_rates(make_cluster(64, memory_GiB=memory_GiB))
     for ranks in (8, 32):
-        expected = search_plans(facts, cluster(ranks, memory_GiB=memory_GiB), batch).fitting[0]
+        expected = search_plans(facts, make_cluster(ranks, memory_GiB=memory_GiB), batch).fitting[0]
         assert find_fastest(facts, on, ranks, batch) == expected
 
 
 def test_find_fastest_without_fitting_plan():
-    assert find_fastest(load_model("llama3-405b"), device_rates(cluster(8)), 8, 8) is None
+    assert find_fastest(load_model("llama3-405b"), device_rates(make_cluster(8)), 8, 8) is None
 
 
 def test_tp_stays_in_node():
-    found = search_plans(load_model("llama3-8b"), cluster(16, of_a_node=4), 16)
+    found = search_plans(load_model("llama3-8b"), make_cluster(16, of_a_node=4), 16)
     assert {plan.tp for plan, _ in found.fitting} == {1, 2, 4}
 
 
 def test_small_model_is_not_split():
-    plan, _ = choose_plans(load_model("gpt2"), cluster(8), 64)[0]
+    plan, _ = choose_plans(load_model("gpt2"), make_cluster(8), 64)[0]
     assert (plan.tp, plan.pp, plan.cp) == (1, 1, 1)
 
 
 def test_slow_links_change_choice():
     """Gathering weights in each step would cost more than it saves."""
     facts = load_model("llama3-8b")
-    slow = choose_plans(facts, cluster(16, across_GBps=0.5), 16)[0][0]
-    fast = choose_plans(facts, cluster(16, across_GBps=200), 16)[0][0]
+    slow = choose_plans(facts, make_cluster(16, across_GBps=0.5), 16)[0][0]
+    fast = choose_plans(facts, make_cluster(16, across_GBps=200), 16)[0][0]
     assert slow != fast
     assert slow.replicate > 1 or slow.pp > 1
 
 
 def test_fewer_ranks_than_devices():
-    found = search_plans(load_model("gpt2"), cluster(8), 8, ranks=2)
+    found = search_plans(load_model("gpt2"), make_cluster(8), 8, ranks=2)
     assert {plan.resolve(2) for plan, _ in found.fitting} == {plan for plan, _ in found.fitting}
 
 
 def test_rejected_plans_give_reason():
-    found = search_plans(load_model("llama3-70b"), cluster(64), 64)
+    found = search_plans(load_model("llama3-70b"), make_cluster(64), 64)
     assert found.fitting
     assert found.rejected
     assert "GiB" in found.rejected[-1].reason
@@ -93,7 +93,9 @@ def test_no_fit_error():
         r"of this kind",
     ):
         choose_plans(
-            load_model("llama3-405b"), cluster(8).model_copy(update={"links": cluster(8).links[:1]}), 8
+            load_model("llama3-405b"),
+            make_cluster(8).model_copy(update={"links": make_cluster(8).links[:1]}),
+            8,
         )  # the network is unknown
 
 
@@ -107,20 +109,20 @@ def test_no_fit_error():
 )
 def test_hint_of_no_fit_error_works(name, memory_GiB, ranks, batch, hint, enough):
     with pytest.raises(PlanError, match=f": {hint}$"):
-        choose_plans(load_model(name), cluster(8, memory_GiB=memory_GiB), batch, ranks=ranks)
+        choose_plans(load_model(name), make_cluster(8, memory_GiB=memory_GiB), batch, ranks=ranks)
     assert choose_plans(
-        load_model(name), cluster(max(8, enough[0]), memory_GiB=memory_GiB), enough[1], ranks=enough[0]
+        load_model(name), make_cluster(max(8, enough[0]), memory_GiB=memory_GiB), enough[1], ranks=enough[0]
     )
 
 
 def test_indivisible_batch():
     with pytest.raises(PlanError, match="no plan splits a batch of 3"):
-        choose_plans(load_model("resnet50"), cluster(8), 3)
+        choose_plans(load_model("resnet50"), make_cluster(8), 3)
 
 
 def test_trillion_parameters_on_3072_devices():
     """benchmarks/search.py measures how long this takes."""
-    found = search_plans(TRILLION.facts(), cluster(3072), 3072)
+    found = search_plans(TRILLION.facts(), make_cluster(3072), 3072)
     assert found.fitting[0][0].tp == 8
     assert len(found.fitting) + len(found.rejected) > 5000
 

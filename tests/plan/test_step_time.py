@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clusters import cluster
+from clusters import make_cluster
 from paceline.cluster.facts import Fact, Link, Overlap, Rate
 from paceline.errors import PlanError
 from paceline.plan.cost_model.compute_time import product_s
@@ -61,7 +61,7 @@ def test_textbook_bubbles(schedule, stages):
 
 
 def test_all_reduce_takes_twice_as_long_as_all_gather():
-    on = device_rates(cluster(64), ranks=64)
+    on = device_rates(make_cluster(64), ranks=64)
     size = 1e12
     reduce, gather, scatter = (
         on.collective_s(kind, size, 64, 8) for kind in ("all-reduce", "all-gather", "reduce-scatter")
@@ -75,7 +75,7 @@ def test_all_reduce_takes_twice_as_long_as_all_gather():
 
 
 def test_ranks_of_node_share_network_devices():
-    on = device_rates(cluster(64), ranks=64)
+    on = device_rates(make_cluster(64), ranks=64)
     assert on.collective_s("all-gather", 1e11, 8, 1) > 5 * on.collective_s("all-gather", 1e11, 8, 8)
     assert on.collective_s("all-gather", 1e11, 64, 8) < on.collective_s("all-gather", 1e11, 8, 1)
 
@@ -117,29 +117,31 @@ def test_constants_match_last_fit():
 
 
 def test_unknown_network_raises():
-    lonely = cluster(16).model_copy(update={"links": cluster(16).links[:1]})
+    lonely = make_cluster(16).model_copy(update={"links": make_cluster(16).links[:1]})
     with pytest.raises(PlanError, match=r"between nodes is unknown.*@GB/s"):
         predict(load_model("gpt2"), parse("ddp"), lonely, 64)
 
 
 def test_unknown_peak_raises():
-    device = cluster(1).device.model_copy(update={"peaks_flops": {}, "name": "abacus"})
+    device = make_cluster(1).device.model_copy(update={"peaks_flops": {}, "name": "abacus"})
     with pytest.raises(PlanError, match="the peak of abacus is unknown; give it with --peak"):
-        predict(load_model("gpt2"), parse("single"), cluster(1, 1).model_copy(update={"device": device}), 8)
+        predict(
+            load_model("gpt2"), parse("single"), make_cluster(1, 1).model_copy(update={"device": device}), 8
+        )
 
 
 def test_unknown_device_family_is_reported_as_guess():
-    device = cluster(1).device.model_copy(update={"name": "abacus"})
+    device = make_cluster(1).device.model_copy(update={"name": "abacus"})
     found = predict(
-        load_model("gpt2"), parse("single"), cluster(1, 1).model_copy(update={"device": device}), 8
+        load_model("gpt2"), parse("single"), make_cluster(1, 1).model_copy(update={"device": device}), 8
     )
     assert found.time.extrapolated
     assert found.time.guesses == ("the share of its peak that abacus reaches is a guess",)
-    assert not predict(load_model("gpt2"), parse("single"), cluster(1, 1), 8).time.extrapolated
+    assert not predict(load_model("gpt2"), parse("single"), make_cluster(1, 1), 8).time.extrapolated
 
 
 def test_small_products_are_slower():
-    on = device_rates(cluster(8), ranks=8)
+    on = device_rates(make_cluster(8), ranks=8)
     rates = [2 * n**3 / product_s(on, "bf16", n, n, n) for n in (256, 1024, 4096, 16384)]
     assert rates == sorted(rates)
     assert rates[0] < 0.2 * rates[-1] < rates[-1] < 312e12
@@ -152,7 +154,7 @@ def test_measured_rates_take_precedence():
     def measured(value):
         return Fact(value=value, source="measured")
 
-    on = cluster(8).updated(
+    on = make_cluster(8).updated(
         links=[
             Link(
                 axis="node",
@@ -184,14 +186,15 @@ def test_measured_rates_take_precedence():
 )
 def test_other_models_are_in_published_range(name, samples, least, most):
     """Samples/s of one A100 in mixed precision, from eager PyTorch to NVIDIA's DeepLearningExamples."""
-    found = predict(load_model(name), parse("ddp"), cluster(8), 8 * samples).time
+    found = predict(load_model(name), parse("ddp"), make_cluster(8), 8 * samples).time
     assert least < found.samples / found.step_s / 8 < most
 
 
 def test_ranks_share_cores_of_node():
-    device = cluster(1).device.model_copy(update={"kind": "cpu", "name": "cpu"})
+    device = make_cluster(1).device.model_copy(update={"kind": "cpu", "name": "cpu"})
     alone, shared = (
-        device_rates(cluster(1, 1).model_copy(update={"device": device}), ranks=ranks) for ranks in (1, 2)
+        device_rates(make_cluster(1, 1).model_copy(update={"device": device}), ranks=ranks)
+        for ranks in (1, 2)
     )
     assert shared.product_flops("bf16") == alone.product_flops("bf16") / 2
     assert shared.memory_bytes == alone.memory_bytes / 2
@@ -216,7 +219,7 @@ def test_days_of_large_trainings(params, shape, pp, batch, gpus, days):
     assert facts.params == pytest.approx(params, rel=1e-3)
     dp = gpus // (8 * pp)
     cut = WorkSplit(dp=dp, tp=8, pp=pp, micro_batch=1, microbatches=batch // dp, recompute="full")
-    on = device_rates(cluster(gpus), ranks=gpus)
+    on = device_rates(make_cluster(gpus), ranks=gpus)
     found = predict_time(facts, cut, MEGATRON, on)
     assert compute_bill(found.step_s, 300e9 / found.tokens, gpus).days == pytest.approx(days, rel=0.06)
     assert training_days(300e9, facts.params, gpus, found.hardware_flops_per_s) == pytest.approx(
@@ -274,7 +277,7 @@ def test_price_depends_on_device_hours(devices, more):
 
 
 def test_parts_add_up_to_step_and_mfu():
-    found = predict(load_model("llama3-8b"), parse("zero3,recompute=full"), cluster(64), 64).time
+    found = predict(load_model("llama3-8b"), parse("zero3,recompute=full"), make_cluster(64), 64).time
     assert found.step_s == pytest.approx(sum(part.value for part in found.parts))
     assert found.hardware_flops == pytest.approx(
         found.flops * 4 / 3, rel=0.05
@@ -286,7 +289,8 @@ def test_parts_add_up_to_step_and_mfu():
 
 def test_list_slower_parts():
     ours, best = (
-        predict(load_model("llama3-8b"), parse(words), cluster(64), 64) for words in ("tp=8,zero=3", "zero3")
+        predict(load_model("llama3-8b"), parse(words), make_cluster(64), 64)
+        for words in ("tp=8,zero=3", "zero3")
     )
     more = {part.name: part.value for part in list_slower_parts(ours, best)}
     assert more["tensor parallel"] > 0 > more["gathered weights"]
@@ -294,11 +298,11 @@ def test_list_slower_parts():
         ours.step_s - best.step_s
     )
     with pytest.raises(PlanError, match="not divisible"):
-        predict(load_model("llama3-8b"), parse("zero3"), cluster(64), 65)
+        predict(load_model("llama3-8b"), parse("zero3"), make_cluster(64), 65)
 
 
 def test_overlap_is_limited_by_computing():
-    facts, on = load_model("llama3-8b"), device_rates(cluster(64), ranks=64)
+    facts, on = load_model("llama3-8b"), device_rates(make_cluster(64), ranks=64)
     cut = split_work(parse("ddp"), 64, 64)
     hidden = predict_time(facts, cut, PACELINE, on)
     shown = predict_time(facts, cut, replace(PACELINE, overlaps_data=False), on)
@@ -307,7 +311,7 @@ def test_overlap_is_limited_by_computing():
 
 
 def test_input_and_checkpoints_are_added():
-    found = predict(load_model("gpt2"), parse("ddp"), cluster(8), 64).time
+    found = predict(load_model("gpt2"), parse("ddp"), make_cluster(8), 64).time
     more = add_input_and_save(found, input_s=2 * found.step_s, save_s=10, steps_between_saves=1000)
     assert more.step_s == pytest.approx(2 * found.step_s + 0.01)
     assert add_input_and_save(found, input_s=found.step_s / 2).step_s == found.step_s
@@ -315,4 +319,4 @@ def test_input_and_checkpoints_are_added():
 
 def test_local_sgd_is_not_predicted():
     with pytest.raises(PlanError, match="cannot be predicted"):
-        predict(load_model("gpt2"), parse("local-sgd"), cluster(8), 64)
+        predict(load_model("gpt2"), parse("local-sgd"), make_cluster(8), 64)

@@ -106,7 +106,9 @@ class Stacked(models.Points):
 
     def dataset(self, split: str) -> models.Pairs | None:
         return (
-            models.Pairs(x=models.drawn(64, 6), y=models.drawn(64, 6, seed=1)) if split == "train" else None
+            models.Pairs(x=models.random_normal(64, 6), y=models.random_normal(64, 6, seed=1))
+            if split == "train"
+            else None
         )
 
 

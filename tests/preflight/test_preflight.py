@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from clusters import cluster
+from clusters import make_cluster
 from command import paceline, succeed, write_task
-from mounts import mounted
+from mounts import mount_tmpfs
 from paceline import train
 from paceline.cluster import directories, file
 from paceline.cluster.facts import Cluster, Device, Disk, Fact
@@ -315,7 +315,7 @@ def test_too_little_memory(folder):
 
 
 def test_more_ranks_than_devices(folder):
-    file.write(folder / "gpus.json", cluster(8, of_a_node=4))
+    file.write(folder / "gpus.json", make_cluster(8, of_a_node=4))
     context = PreflightContext(
         Spec(task="models:Points", batch=16), Launch(nodes=2, ranks=16), None, None, "gpus.json"
     )
@@ -380,7 +380,7 @@ def test_estimated_usage_equals_real_checkpoints(ranks, folder):
 )
 def test_too_little_disk_space(options, message, folder):
     (folder / "small").mkdir()
-    with mounted(folder / "small", options):
+    with mount_tmpfs(folder / "small", options):
         (line,) = run_one("room", task="digits", batch=64, run="small/a")
     assert line.startswith(
         ("fails" if message else "passes")

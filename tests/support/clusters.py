@@ -3,7 +3,7 @@
 from paceline.cluster.facts import Cluster, Device, Fact, Link
 
 
-def cluster(
+def make_cluster(
     devices: int,
     of_a_node: int = 8,
     memory_GiB: float = 80,

@@ -23,7 +23,7 @@ from paceline.run import RunFolder
 E = TypeVar("E", bound=Event)
 TIMEOUT_S = 240.0
 PACELINE = (sys.executable, "-m", "paceline")
-OF_LAUNCHERS = (
+LAUNCHER_PREFIXES = (
     "OMPI_",
     "PMI",
     "SLURM_",
@@ -92,7 +92,7 @@ class Regression(Task):
 """
 
 
-def slow_down(file: Path, sample_s: float) -> Path:
+def set_sample_delay(file: Path, sample_s: float) -> Path:
     beside = file.with_suffix(".new")
     beside.write_text(str(sample_s))
     return beside.replace(file)
@@ -128,7 +128,7 @@ class Running:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self.left():
+        for process in self.remaining_processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
@@ -140,27 +140,27 @@ class Running:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(
-                f"{self.process.args} did not end in {timeout_s:.0f} s\n{self.so_far().all}"
+                f"{self.process.args} did not end in {timeout_s:.0f} s\n{self.output_so_far().all}"
             ) from None
-        return self.so_far()
+        return self.output_so_far()
 
-    def so_far(self) -> Result:
+    def output_so_far(self) -> Result:
         out, err = (Path(file.name).read_text(errors="replace") for file in (self._out, self._err))
         return Result(self.process.returncode if self.process.returncode is not None else -1, out, err)
 
-    def until(self, holds: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:
+    def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:
         """Wait until something holds. The command must not end before."""
         deadline = time.monotonic() + timeout_s
         while not holds():
             over = self.process.poll() is not None
             if over and holds():
                 return
-            assert not over, f"{self.process.args} ended before {what}\n{self.so_far().all}"
-            assert time.monotonic() < deadline, f"not {what} in {timeout_s:.0f} s\n{self.so_far().all}"
+            assert not over, f"{self.process.args} ended before {what}\n{self.output_so_far().all}"
+            assert time.monotonic() < deadline, f"not {what} in {timeout_s:.0f} s\n{self.output_so_far().all}"
             time.sleep(0.02)
 
-    def until_step(self, run: Path, step: int) -> None:
-        self.until(lambda: steps_done(run) >= step, f"at step {step}")
+    def wait_for_step(self, run: Path, step: int) -> None:
+        self.wait_until(lambda: last_step(run) >= step, f"at step {step}")
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The ranks that our own launcher started."""
@@ -169,14 +169,14 @@ class Running:
             int(environ["RANK"]): found for environ, found in started if "RANK" in environ
         }  # others are not yet what they will be
 
-    def left(self) -> list[psutil.Process]:
+    def remaining_processes(self) -> list[psutil.Process]:
         """Whatever is alive of what the command started, itself included."""
-        return marked(self.mark)
+        return find_marked_processes(self.mark)
 
-    def until_all_ended(self, timeout_s: float = 60.0) -> None:
+    def wait_until_all_ended(self, timeout_s: float = 60.0) -> None:
         """Wait until nothing is left of it, without doing anything about it."""
         deadline = time.monotonic() + timeout_s
-        while left := self.left():
+        while left := self.remaining_processes():
             assert time.monotonic() < deadline, (
                 f"still there: {[(process.pid, process.cmdline()) for process in left]}"
             )
@@ -184,7 +184,7 @@ class Running:
             time.sleep(0.05)
 
 
-def marked(mark: str) -> list[psutil.Process]:
+def find_marked_processes(mark: str) -> list[psutil.Process]:
     """The processes that have this mark in their environment."""
     found = []
     for process in psutil.process_iter():
@@ -194,12 +194,12 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def environment(**more: str) -> dict[str, str]:
+def clean_environment(**more: str) -> dict[str, str]:
     """This process's, without what a launcher may have said to it."""
     own = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(OF_LAUNCHERS) and name not in ("RANK", "WORLD_SIZE")
+        if not name.startswith(LAUNCHER_PREFIXES) and name not in ("RANK", "WORLD_SIZE")
     }
     return own | {"COLUMNS": "200"} | more
 
@@ -210,7 +210,7 @@ def start(*words: str | Path, at: Path, program: Sequence[str] = PACELINE, **env
     process = subprocess.Popen(
         [*program, *map(str, words)],
         cwd=at,
-        env=environment(**env, **{MARK: mark}),
+        env=clean_environment(**env, **{MARK: mark}),
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=err,
@@ -237,13 +237,13 @@ def paceline(
             status = warm.run(
                 [str(word) for word in words],
                 at,
-                environment(**env, **{MARK: mark}),
+                clean_environment(**env, **{MARK: mark}),
                 out.name,
                 err.name,
                 timeout_s,
             )
         finally:
-            for process in marked(mark):
+            for process in find_marked_processes(mark):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         result = Result(
@@ -262,7 +262,7 @@ def succeed(*words: str | Path, at: Path, **options: object) -> Result:
     return result
 
 
-NOTES_IMPORTS = """
+MAIN_WITH_IMPORT_LIST = """
 import atexit, sys
 from pathlib import Path
 atexit.register(lambda path: path.write_text(" ".join(sys.modules)), Path("imported").absolute())
@@ -271,26 +271,26 @@ main()
 """
 
 
-def imports(*words: str | Path, at: Path) -> tuple[Result, set[str]]:
+def run_and_list_imports(*words: str | Path, at: Path) -> tuple[Result, set[str]]:
     """A command, and all modules that it had imported at its end."""
-    result = paceline(*words, at=at, program=(sys.executable, "-c", NOTES_IMPORTS))
+    result = paceline(*words, at=at, program=(sys.executable, "-c", MAIN_WITH_IMPORT_LIST))
     return result, {*(at / "imported").read_text().split()}
 
 
-def happened(run: Path) -> list[Event]:
+def read_events(run: Path) -> list[Event]:
     path = RunFolder(run).events
     return list(events.read(path)) if path.exists() else []
 
 
-def of_kind(run: Path, kind: type[E]) -> list[E]:
-    return [event for event in happened(run) if isinstance(event, kind)]
+def events_of_kind(run: Path, kind: type[E]) -> list[E]:
+    return [event for event in read_events(run) if isinstance(event, kind)]
 
 
-def steps_done(run: Path) -> int:
-    return max((event.step for event in happened(run) if isinstance(event, Step)), default=0)
+def last_step(run: Path) -> int:
+    return max((event.step for event in read_events(run) if isinstance(event, Step)), default=0)
 
 
-def weights(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
+def checkpoint_weights(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
     """The whole weights of a run: of a step, or of its last whole checkpoint."""
     from paceline.training.checkpoint.save import find_last_complete, load_weights
 
@@ -299,7 +299,7 @@ def weights(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in load_weights(path).items()}
 
 
-def unequal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> list[str]:
+def unequal_tensors(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> list[str]:
     """Names of the tensors that differ in any bit."""
     assert found.keys() == expected.keys()
     return [name for name in expected if found[name].tobytes() != expected[name].tobytes()]

@@ -29,7 +29,7 @@ def replaced(owner: Any, attribute: str, by: Callable[[Any], Any]) -> Iterator[N
         setattr(owner, attribute, original)
 
 
-def _gradient_times(factor: Callable[[TrainingStep], float]) -> Any:
+def _scale_gradients(factor: Callable[[TrainingStep], float]) -> Any:
     def by(original: Any) -> Any:
         def backward(self: TrainingStep, *args: Any) -> Any:
             result = original(self, *args)
@@ -41,33 +41,33 @@ def _gradient_times(factor: Callable[[TrainingStep], float]) -> Any:
     return replaced(TrainingStep, "backward", by)
 
 
-def gradient_times_data() -> Any:
+def gradient_times_data_ranks() -> Any:
     """Summed over the data ranks where it should be averaged."""
-    return _gradient_times(lambda step: step.data_ranks)
+    return _scale_gradients(lambda step: step.data_ranks)
 
 
-def gradient_over_data() -> Any:
-    return _gradient_times(lambda step: 1 / step.data_ranks)
+def gradient_over_data_ranks() -> Any:
+    return _scale_gradients(lambda step: 1 / step.data_ranks)
 
 
-def gradient_times_micro() -> Any:
-    return _gradient_times(lambda step: step.plan.microbatches)
+def gradient_times_microbatches() -> Any:
+    return _scale_gradients(lambda step: step.plan.microbatches)
 
 
 def gradient_doubled_on_last_rank() -> Any:
-    return _gradient_times(lambda step: 2 if dist.get_rank() == dist.get_world_size() - 1 else 1)
+    return _scale_gradients(lambda step: 2 if dist.get_rank() == dist.get_world_size() - 1 else 1)
 
 
-def gradient_a_little_off() -> Any:
+def gradient_times_1_001() -> Any:
     """By a part in a thousand."""
-    return _gradient_times(lambda step: 1.001)
+    return _scale_gradients(lambda step: 1.001)
 
 
-def gradient_off_by_a_millionth() -> Any:
-    return _gradient_times(lambda step: 1 + 1e-6)
+def gradient_times_1_000001() -> Any:
+    return _scale_gradients(lambda step: 1 + 1e-6)
 
 
-def weights_a_little_off() -> Any:
+def weights_times_1_01_on_last_rank() -> Any:
     """Behind the optimizer: each update leaves the weights of the last rank a part in a hundred apart."""
 
     def by(original: Any) -> Any:
@@ -88,7 +88,7 @@ def _scale_weights_(params: list[nn.Parameter]) -> None:
         local_tensor(parameter).mul_(1.01)
 
 
-def late_gradient_times_data() -> Any:
+def gradient_times_data_ranks_before_update() -> Any:
     """Only what the norm and the optimizer see."""
 
     def by(original: Any) -> Any:
@@ -115,7 +115,7 @@ def no_sync() -> Any:
     return replaced(TrainingStep, "_sync_if", by)
 
 
-def _before_layout(change: Callable[[nn.Module], None]) -> Any:
+def _change_model(change: Callable[[nn.Module], None]) -> Any:
     def by(original: Any) -> Any:
         def parallelize(model: nn.Module, *args: Any) -> Any:
             change(model)
@@ -130,7 +130,7 @@ def block_dropped() -> Any:
     def change(model: Any) -> None:
         model.blocks[1] = nn.Identity()
 
-    return _before_layout(change)
+    return _change_model(change)
 
 
 def block_skipped() -> Any:
@@ -139,10 +139,10 @@ def block_skipped() -> Any:
     def change(model: Any) -> None:
         model.blocks[1].forward = lambda x: x
 
-    return _before_layout(change)
+    return _change_model(change)
 
 
-def shards_seeded_alike() -> Any:
+def shards_with_equal_seeds() -> Any:
     """Each rank draws its shard itself, from one seed."""
 
     def by(original: Any) -> Any:
@@ -159,7 +159,7 @@ def shards_seeded_alike() -> Any:
     return replaced(deferred_init, "_distribute_like", by)
 
 
-def norm_of_shard() -> Any:
+def norm_of_one_shard() -> Any:
     """Also where the gradient is clipped by it."""
 
     def here(original: Any) -> Any:
@@ -174,14 +174,14 @@ def norm_of_shard() -> Any:
     return stack
 
 
-def norm_counted_by_all() -> Any:
+def replicated_norm_counted_on_each_rank() -> Any:
     """What all ranks hold is counted on each of them."""
     return replaced(
         GradientNorm, "local_norms", lambda original: lambda self: _tensor_norms(local_gradients(self.params))
     )
 
 
-def zero_for_none() -> Any:
+def zeros_for_missing_gradients() -> Any:
     """A parameter without a gradient is given one of zeros."""
 
     def by(original: Any) -> Any:

@@ -81,7 +81,7 @@ def _make_warnings_errors() -> None:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """What came of a training on one rank."""
 
     losses: list[float]
@@ -94,12 +94,12 @@ class Trained:
     notes: tuple[str, ...]
 
 
-def training(
+def train_on_this_rank(
     task: Task,
     spec: Spec,
     plan: str | None = None,
     plant: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Trained:
+) -> TrainingResult:
     """Train in this rank. `plant` may spoil something for as long as its context lasts."""
     built: list[nn.Module] = []
     trained_here: list[nn.Module] = []
@@ -117,10 +117,12 @@ def training(
         events = list(train(spec, parse(plan) if plan is not None else None, task=task, observe=observe))
         last = [*built, *trained_here][-1]  # rank 0 builds others to compare them
         weights = {
-            name: _whole(tensor) for name, tensor in named_tensors(last).items() if is_materialized(tensor)
+            name: to_whole_array(tensor)
+            for name, tensor in named_tensors(last).items()
+            if is_materialized(tensor)
         }
     steps = [event for event in events if isinstance(event, Step)]
-    return Trained(
+    return TrainingResult(
         losses=[step.loss for step in steps],
         grad_norms=[step.grad_norm for step in steps],
         lrs=[step.lr for step in steps],
@@ -130,14 +132,16 @@ def training(
     )
 
 
-def _whole(tensor: torch.Tensor) -> np.ndarray:
+def to_whole_array(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy()
 
 
-def trained(size: int, task: Task, spec: Spec, plan: str | None = None, plant: Any = nullcontext) -> Trained:
+def train_on_ranks(
+    size: int, task: Task, spec: Spec, plan: str | None = None, plant: Any = nullcontext
+) -> TrainingResult:
     """Train on so many ranks, which must agree on every bit of what they share."""
-    on_ranks = ranks(size)(training, task, spec, plan, plant)
+    on_ranks = ranks(size)(train_on_this_rank, task, spec, plan, plant)
     weights: dict[str, np.ndarray] = {}
     for each in on_ranks:
         weights = each.weights | weights
@@ -149,16 +153,20 @@ def trained(size: int, task: Task, spec: Spec, plan: str | None = None, plant: A
 
 
 @cache
-def _alone(task: Task, spec: str) -> Trained:
-    return trained(1, task, Spec.model_validate_json(spec), "single")
+def _train_single(task: Task, spec: str) -> TrainingResult:
+    return train_on_ranks(1, task, Spec.model_validate_json(spec), "single")
 
 
-def wrong(size: int, plan: str, task: Task, spec: Spec, plant: Any = nullcontext) -> list[str]:
+def differences_from_single(
+    size: int, plan: str, task: Task, spec: Spec, plant: Any = nullcontext
+) -> list[str]:
     """Where a training on so many ranks differs from one process by more than 1e-10; [] where nowhere."""
-    return differences(trained(size, task, spec, plan, plant), _alone(task, spec.model_dump_json()), 1e-10)
+    return differences(
+        train_on_ranks(size, task, spec, plan, plant), _train_single(task, spec.model_dump_json()), 1e-10
+    )
 
 
-def differences(found: Trained, expected: Trained, rtol: float) -> list[str]:
+def differences(found: TrainingResult, expected: TrainingResult, rtol: float) -> list[str]:
     """Return the series and tensors that differ by more than rtol, relative to their largest element."""
     assert found.weights.keys() == expected.weights.keys()
     assert [each.keys() for each in found.metrics] == [each.keys() for each in expected.metrics]
@@ -175,11 +183,11 @@ def differences(found: Trained, expected: Trained, rtol: float) -> list[str]:
     return [
         f"{name} by {by:.2g}"
         for name, (one, other) in pairs.items()
-        if not (by := difference(one, other)) <= rtol
+        if not (by := relative_difference(one, other)) <= rtol
     ]
 
 
-def difference(found: Any, expected: Any) -> float:
+def relative_difference(found: Any, expected: Any) -> float:
     """The largest difference, relative to the largest element."""
     found, expected = np.asarray(found), np.asarray(expected)
     assert found.shape == expected.shape

@@ -6,7 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import Pairs, chosen, drawn
+from models import Pairs, random_integers, random_normal
 from paceline import Task
 
 WORDS, LENGTH, SAMPLES = 64, 10, 24
@@ -18,7 +18,7 @@ def _config(kind: str, **keys: Any) -> Any:
     return transformers.AutoConfig.for_model(kind, pad_token_id=0, bos_token_id=1, eos_token_id=2, **keys)
 
 
-def _made(model: str, kind: str, **keys: Any) -> nn.Module:
+def _build_model(model: str, kind: str, **keys: Any) -> nn.Module:
     import transformers
 
     return getattr(transformers, model)(_config(kind, **keys))
@@ -65,17 +65,17 @@ RESNET: dict[str, Any] = {
 }
 VIT: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_labels": 3}
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gemma3": lambda: _made(
+    "gemma3": lambda: _build_model(
         "Gemma3ForCausalLM", "gemma3_text", **DECODER, layer_types=["sliding_attention", "full_attention"] * 2
     ),
-    "mamba": lambda: _made("MambaForCausalLM", "mamba", **STATES),
-    "mamba2": lambda: _made(
+    "mamba": lambda: _build_model("MambaForCausalLM", "mamba", **STATES),
+    "mamba2": lambda: _build_model(
         "Mamba2ForCausalLM", "mamba2", **STATES, num_heads=8, head_dim=8, n_groups=2, chunk_size=4
     ),
-    "mixtral": lambda: _made(
+    "mixtral": lambda: _build_model(
         "MixtralForCausalLM", "mixtral", **DECODER, num_local_experts=4, num_experts_per_tok=2
     ),
-    "qwen3-moe": lambda: _made(
+    "qwen3-moe": lambda: _build_model(
         "Qwen3MoeForCausalLM",
         "qwen3_moe",
         **DECODER,
@@ -83,18 +83,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=32,
     ),
-    "bart": lambda: _made("BartForConditionalGeneration", "bart", **BOTH, max_position_embeddings=32),
-    "t5": lambda: _made("T5ForConditionalGeneration", "t5", **T5),
-    "whisper": lambda: _made("WhisperForConditionalGeneration", "whisper", **BOTH, **SOUNDS),
-    "resnet": lambda: _made("ResNetForImageClassification", "resnet", **RESNET),
-    "mobilenet": lambda: _made(
+    "bart": lambda: _build_model("BartForConditionalGeneration", "bart", **BOTH, max_position_embeddings=32),
+    "t5": lambda: _build_model("T5ForConditionalGeneration", "t5", **T5),
+    "whisper": lambda: _build_model("WhisperForConditionalGeneration", "whisper", **BOTH, **SOUNDS),
+    "resnet": lambda: _build_model("ResNetForImageClassification", "resnet", **RESNET),
+    "mobilenet": lambda: _build_model(
         "MobileNetV2ForImageClassification",
         "mobilenet_v2",
         image_size=32,
         depth_multiplier=0.25,
         num_labels=3,
     ),
-    "vit": lambda: _made("ViTForImageClassification", "vit", **DECODER, **VIT),
+    "vit": lambda: _build_model("ViTForImageClassification", "vit", **DECODER, **VIT),
 }
 IMAGES, SOUND, TWO_SIDED = ("resnet", "mobilenet", "vit"), ("whisper",), ("bart", "t5")
 
@@ -109,11 +109,11 @@ class Library(Task):
         if split != "train":
             return None
         if self.kind in IMAGES:
-            return Pairs(x=drawn(SAMPLES, 3, 32, 32), y=chosen(3, SAMPLES, seed=1))
-        words = 3 + chosen(WORDS - 3, SAMPLES, LENGTH)
+            return Pairs(x=random_normal(SAMPLES, 3, 32, 32), y=random_integers(3, SAMPLES, seed=1))
+        words = 3 + random_integers(WORDS - 3, SAMPLES, LENGTH)
         return Pairs(
-            x=drawn(SAMPLES, 8, 32) if self.kind in SOUND else words,
-            y=3 + chosen(WORDS - 3, SAMPLES, LENGTH, seed=1),
+            x=random_normal(SAMPLES, 8, 32) if self.kind in SOUND else words,
+            y=3 + random_integers(WORDS - 3, SAMPLES, LENGTH, seed=1),
         )
 
     def inputs(self, batch: Any) -> Any:

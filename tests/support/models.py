@@ -34,11 +34,11 @@ class Pairs(Rows):
         return tuple(super().__getitem__(index).values())
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
+def random_normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def chosen(below: int, *shape: int, seed: int = 0) -> Tensor:
+def random_integers(below: int, *shape: int, seed: int = 0) -> Tensor:
     return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -49,7 +49,11 @@ class Points(Task):
         return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 3))
 
     def dataset(self, split: str) -> Pairs | None:
-        return Pairs(x=drawn(SAMPLES, 5), y=drawn(SAMPLES, 3, seed=1)) if split == "train" else None
+        return (
+            Pairs(x=random_normal(SAMPLES, 5), y=random_normal(SAMPLES, 3, seed=1))
+            if split == "train"
+            else None
+        )
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         return (output - batch[1]).square()
@@ -70,7 +74,7 @@ class Images(Task):
 
     def dataset(self, split: str) -> Pairs:
         size = SAMPLES if split == "train" else 11
-        return Pairs(x=drawn(size, 1, 8, 8), y=chosen(7, size))
+        return Pairs(x=random_normal(size, 1, 8, 8), y=random_integers(7, size))
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         return F.cross_entropy(output, batch[1], reduction="none")
@@ -133,7 +137,7 @@ class Text(Task):
     def dataset(self, split: str) -> Rows | None:
         lengths = torch.arange(SAMPLES) * 5 % 9
         return (
-            Rows(tokens=chosen(11, SAMPLES, 9), mask=torch.arange(8) < lengths[:, None])
+            Rows(tokens=random_integers(11, SAMPLES, 9), mask=torch.arange(8) < lengths[:, None])
             if split == "train"
             else None
         )
@@ -212,8 +216,8 @@ class Weighed(Points):
     def dataset(self, split: str) -> Pairs | None:
         if split != "train":
             return None
-        weights = drawn(SAMPLES, 3, seed=2).abs() * (torch.arange(SAMPLES) % 4 > 0)[:, None]
-        return Pairs(x=drawn(SAMPLES, 5), y=drawn(SAMPLES, 3, seed=1), weight=weights)
+        weights = random_normal(SAMPLES, 3, seed=2).abs() * (torch.arange(SAMPLES) % 4 > 0)[:, None]
+        return Pairs(x=random_normal(SAMPLES, 5), y=random_normal(SAMPLES, 3, seed=1), weight=weights)
 
     def weights(self, batch: Any) -> Tensor:
         return batch[2]
@@ -278,7 +282,7 @@ class Routed(Points):
             return None
         to = torch.zeros(SAMPLES, dtype=torch.long)
         to[shuffle(np.arange(SAMPLES), SAMPLES, 3)] = (torch.arange(SAMPLES) % 8 == 1).long()
-        return Pairs(x=drawn(SAMPLES, 5), y=drawn(SAMPLES, 3, seed=1), to=to)
+        return Pairs(x=random_normal(SAMPLES, 5), y=random_normal(SAMPLES, 3, seed=1), to=to)
 
     def inputs(self, batch: Any) -> Any:
         return batch[0], batch[2]

@@ -8,7 +8,7 @@ import pytest
 
 
 @contextmanager
-def mounted(folder: Path, options: str):
+def mount_tmpfs(folder: Path, options: str):
     """A small file system in memory; the test is skipped where it cannot be mounted."""
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True, check=False

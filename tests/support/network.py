@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from command import environment
+from command import clean_environment
 
 SUBNET = "10.78.0"
 DEVICE = "eth0"
@@ -42,7 +42,7 @@ class Node:
         return subprocess.Popen([*inside, *words], **options)
 
 
-def _do(command: str) -> str:
+def _run(command: str) -> str:
     done = subprocess.run(command.split(), capture_output=True, text=True, check=False, timeout=20)
     if done.returncode:
         raise OSError(f"{command}: {done.stderr.strip()}")
@@ -55,17 +55,17 @@ def _rate(rate: str) -> str:
 
 
 @cache
-def why_not() -> str | None:
+def find_missing_requirement() -> str | None:
     """Why there can be no such nodes here; None where they can be."""
     name = f"pl{os.getpid()}"
     try:
-        _do(f"ip netns add {name}")
+        _run(f"ip netns add {name}")
         try:
-            _do(f"ip -n {name} link set lo up")
-            _do(f"tc -n {name} qdisc add dev lo root tbf {_rate('1gbit')} latency 50ms")
-            _do(f"nsenter --net=/run/netns/{name} unshare --uts hostname {name}")
+            _run(f"ip -n {name} link set lo up")
+            _run(f"tc -n {name} qdisc add dev lo root tbf {_rate('1gbit')} latency 50ms")
+            _run(f"nsenter --net=/run/netns/{name} unshare --uts hostname {name}")
         finally:
-            _do(f"ip netns del {name}")
+            _run(f"ip netns del {name}")
     except (OSError, subprocess.SubprocessError) as error:
         return f"needs root with CAP_NET_ADMIN and iproute2 ({error})"
     return None
@@ -74,14 +74,14 @@ def why_not() -> str | None:
 @cache
 def has_netem() -> bool:
     name = f"pl{os.getpid()}n"
-    _do(f"ip netns add {name}")
+    _run(f"ip netns add {name}")
     try:
-        _do(f"ip -n {name} link set lo up")
-        _do(f"tc -n {name} qdisc add dev lo root netem delay 1ms")
+        _run(f"ip -n {name} link set lo up")
+        _run(f"tc -n {name} qdisc add dev lo root netem delay 1ms")
     except OSError:
         return False
     finally:
-        _do(f"ip netns del {name}")
+        _run(f"ip netns del {name}")
     return True
 
 
@@ -92,9 +92,9 @@ def nodes(count: int, rate: str | None = None, delay_ms: float | None = None) ->
     there = [Node(f"{tag}n{at}", f"{SUBNET}.{at + 1}") for at in range(count)]
     with contextlib.ExitStack() as held:
         for node in there:
-            _do(f"ip netns add {node.name}")
-            held.callback(_do, f"ip netns del {node.name}")
-            _do(f"ip -n {node.name} link set lo up")
+            _run(f"ip netns add {node.name}")
+            held.callback(_run, f"ip netns del {node.name}")
+            _run(f"ip -n {node.name} link set lo up")
         if delay_ms is not None and not has_netem():
             held.enter_context(_switch(there, delay_ms))
         else:
@@ -102,9 +102,9 @@ def nodes(count: int, rate: str | None = None, delay_ms: float | None = None) ->
             for at, node in enumerate(there):
                 if rate is not None:
                     for where in (f"-n {node.name} qdisc add dev {DEVICE}", f"qdisc add dev {tag}v{at}"):
-                        _do(f"tc {where} root tbf {_rate(rate)} latency 50ms")
+                        _run(f"tc {where} root tbf {_rate(rate)} latency 50ms")
                 if delay_ms is not None:
-                    _do(f"tc -n {node.name} qdisc add dev {DEVICE} root netem delay {delay_ms}ms")
+                    _run(f"tc -n {node.name} qdisc add dev {DEVICE} root netem delay {delay_ms}ms")
         yield there
 
 
@@ -123,7 +123,7 @@ def start_ranks(
             "LOCAL_WORLD_SIZE": ranks_on_each,
             "MASTER_PORT": port,
         }
-        env = environment(
+        env = clean_environment(
             MASTER_ADDR=nodes[0].address,
             OMP_NUM_THREADS="1",
             **{name: str(value) for name, value in said.items()},
@@ -150,19 +150,19 @@ def succeed(running: Sequence["subprocess.Popen[str]"], timeout_s: float = 120.0
 
 def throttle(node: Node, rate: str) -> None:
     """What it sends, if it was made with a rate."""
-    _do(f"tc -n {node.name} qdisc change dev {DEVICE} root tbf {_rate(rate)} latency 50ms")
+    _run(f"tc -n {node.name} qdisc change dev {DEVICE} root tbf {_rate(rate)} latency 50ms")
 
 
 def _bridge(name: str, there: Sequence[Node], held: contextlib.ExitStack) -> None:
-    _do(f"ip link add {name} type bridge")
-    held.callback(_do, f"ip link del {name}")
-    _do(f"ip link set {name} up")
+    _run(f"ip link add {name} type bridge")
+    held.callback(_run, f"ip link del {name}")
+    _run(f"ip link set {name} up")
     for at, node in enumerate(there):
         port = f"{name.removesuffix('br')}v{at}"
-        _do(f"ip link add {port} type veth peer name {DEVICE} netns {node.name}")
-        _do(f"ip link set {port} master {name} up")
-        _do(f"ip -n {node.name} addr add {node.address}/24 dev {DEVICE}")
-        _do(f"ip -n {node.name} link set {DEVICE} up")
+        _run(f"ip link add {port} type veth peer name {DEVICE} netns {node.name}")
+        _run(f"ip link set {port} master {name} up")
+        _run(f"ip -n {node.name} addr add {node.address}/24 dev {DEVICE}")
+        _run(f"ip -n {node.name} link set {DEVICE} up")
 
 
 @contextlib.contextmanager
@@ -179,8 +179,8 @@ def _switch(there: Sequence[Node], delay_ms: float) -> Iterator[None]:
         if process.stdout.readline().strip() != "ready":
             raise OSError("the switch did not start")
         for node in there:
-            _do(f"ip -n {node.name} addr add {node.address}/24 dev {DEVICE}")
-            _do(f"ip -n {node.name} link set {DEVICE} up")
+            _run(f"ip -n {node.name} addr add {node.address}/24 dev {DEVICE}")
+            _run(f"ip -n {node.name} link set {DEVICE} up")
         yield
     finally:
         process.kill()

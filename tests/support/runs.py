@@ -17,7 +17,7 @@ NEVER = float("inf")
 STEPS = 24
 
 
-def wanted(task: Path, steps: int = STEPS, save: Save | None = None, **fields) -> Spec:
+def make_spec(task: Path, steps: int = STEPS, save: Save | None = None, **fields) -> Spec:
     return Spec(
         task=f"{task}:Regression",
         set=fields,
@@ -31,7 +31,7 @@ def wanted(task: Path, steps: int = STEPS, save: Save | None = None, **fields) -
     )
 
 
-def on_this_rank(spec: Spec, plan: str, run: Path, stop_at: int | None, every_s: float) -> list:
+def train_run_on_this_rank(spec: Spec, plan: str, run: Path, stop_at: int | None, every_s: float) -> list:
     """Train and return the events except steps. From step `stop_at` on, the last rank asks all to stop."""
     calls = itertools.count(1)
     last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
@@ -48,7 +48,7 @@ def on_this_rank(spec: Spec, plan: str, run: Path, stop_at: int | None, every_s:
         step_metrics.REDUCE_EVERY_S = before
 
 
-def trained(
+def train_run(
     size: int, spec: Spec, plan: str, run: Path, stop_at: int | None = None, every_s: float = 0.0
 ) -> list:
     """Train on `size` ranks and return the events of rank 0.
@@ -56,4 +56,4 @@ def trained(
     With `every_s` 0, each step is reported separately, so that the training stops at a known step.
     """
     run.mkdir(exist_ok=True)
-    return ranks(size)(on_this_rank, spec, plan, run, stop_at, every_s)[0]
+    return ranks(size)(train_run_on_this_rank, spec, plan, run, stop_at, every_s)[0]

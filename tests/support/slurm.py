@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from command import (
-    environment,
+    clean_environment,
 )
 
 NODES = ("n1", "n2")
@@ -67,7 +67,7 @@ PartitionName=closed Nodes=n[1-2] AllowAccounts=physics State=UP
 # cred_expire: a job that is queued again waits as long; 121 s otherwise, and also with less than 5
 
 
-def why_not() -> str | None:
+def find_missing_requirement() -> str | None:
     """Why there can be no such cluster here; None where there can be."""
     if lacking := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
         return f"needs {', '.join(lacking)}: apt-get install slurm-wlm munge"
@@ -88,11 +88,13 @@ class Slurm:
         return {"SLURM_CONF": str(self.configuration), "PATH": PATH}
 
     def run(self, *words: str) -> str:
-        done = subprocess.run(words, capture_output=True, text=True, env=environment(**self.env), timeout=30)
+        done = subprocess.run(
+            words, capture_output=True, text=True, env=clean_environment(**self.env), timeout=30
+        )
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
 
-    def lose(self, node: str) -> None:
+    def power_off(self, node: str) -> None:
         """As if it had lost its power: everything that runs there is gone, and nobody says so."""
         [there] = {
             os.readlink(f"/proc/{process.pid}/ns/uts")
@@ -111,7 +113,7 @@ class Slurm:
             ) == str(self.configuration)
         return False
 
-    def bring_back(self, node: str) -> None:
+    def restore(self, node: str) -> None:
         _start_node(self.running, self, node)
         deadline = time.monotonic() + 30
         while "down" in self.run("sinfo", "-h", "-N", "-n", node, "-o", "%T"):
@@ -125,7 +127,7 @@ class Slurm:
             if word.startswith("JobState=")
         )
 
-    def until_state(self, job: str, *states: str, timeout_s: float = 60.0) -> None:
+    def wait_for_state(self, job: str, *states: str, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while (found := self.state(job)) not in states:
             over = (
@@ -137,9 +139,9 @@ class Slurm:
 
 
 @contextlib.contextmanager
-def cluster(at: Path) -> Iterator[Slurm]:
+def start_cluster(at: Path) -> Iterator[Slurm]:
     """Started and ready; when the context ends, its jobs and daemons are gone."""
-    _write(at)
+    _write_configuration(at)
     with contextlib.ExitStack() as running:
         slurm = Slurm(at / "slurm.conf", running)
         munge = [
@@ -150,8 +152,10 @@ def cluster(at: Path) -> Iterator[Slurm]:
             f"--key-file={at}/key",
             f"--pid-file={at}/munged.pid",
         ]
-        _daemon(running, slurm, [*munge, f"--log-file={at}/munged.log", f"--seed-file={at}/munged.seed"])
-        _daemon(running, slurm, ["slurmctld", "-D", "-i"])
+        _start_daemon(
+            running, slurm, [*munge, f"--log-file={at}/munged.log", f"--seed-file={at}/munged.seed"]
+        )
+        _start_daemon(running, slurm, ["slurmctld", "-D", "-i"])
         for node in NODES:
             _start_node(running, slurm, node)
         running.callback(_cancel_all, slurm)
@@ -159,7 +163,7 @@ def cluster(at: Path) -> Iterator[Slurm]:
         yield slurm
 
 
-def _write(at: Path) -> None:
+def _write_configuration(at: Path) -> None:
     at.chmod(0o755)
     for name in ("state", *(f"spool-{node}" for node in NODES)):
         (at / name).mkdir()
@@ -176,7 +180,7 @@ def _start_node(running: contextlib.ExitStack, slurm: Slurm, node: str) -> None:
     at = slurm.configuration.parent
     mounts = " && ".join(f"mount --bind {at}/{name} /etc/{name}" for name in ("hosts", "nsswitch.conf"))
     inside = f"hostname {node} && {mounts} && exec slurmd -D -N {node}"
-    _daemon(running, slurm, ["unshare", "-u", "-m", "--propagation", "private", "sh", "-c", inside])
+    _start_daemon(running, slurm, ["unshare", "-u", "-m", "--propagation", "private", "sh", "-c", inside])
 
 
 def _free_ports(count: int) -> list[int]:
@@ -184,11 +188,11 @@ def _free_ports(count: int) -> list[int]:
         return [held.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(count)]
 
 
-def _daemon(running: contextlib.ExitStack, slurm: Slurm, words: list[str]) -> None:
+def _start_daemon(running: contextlib.ExitStack, slurm: Slurm, words: list[str]) -> None:
     output = running.enter_context(open(slurm.configuration.with_name("daemons.log"), "a"))  # noqa: SIM115 (closed with the context)
     process = subprocess.Popen(
         ["setpriv", "--pdeathsig", "TERM", *words],  # also when the tests are killed
-        env=environment(**slurm.env),
+        env=clean_environment(**slurm.env),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
@@ -226,7 +230,7 @@ def _wait_until_ready(slurm: Slurm) -> None:
         time.sleep(0.1)
 
 
-def until(holds, what: str, run: Path, timeout_s: float = 120.0) -> None:
+def wait_until(holds, what: str, run: Path, timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         logs = "\n".join(path.read_text() for path in run.glob("slurm-*.out"))

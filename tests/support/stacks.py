@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models import SAMPLES, Points, Rows, chosen, drawn
+from models import SAMPLES, Points, Rows, random_integers, random_normal
 from paceline import Task
 
 VOCABULARY, CONTEXT = 11, 7
@@ -23,9 +23,9 @@ class Encoder(Task):
         size = SAMPLES if split == "train" else 5
         lengths = torch.arange(size) * 5 % CONTEXT + 1
         return Rows(
-            tokens=chosen(VOCABULARY, size, CONTEXT),
+            tokens=random_integers(VOCABULARY, size, CONTEXT),
             padding=torch.arange(CONTEXT) >= lengths[:, None],
-            y=chosen(3, size),
+            y=random_integers(3, size),
         )
 
     def inputs(self, batch: Any) -> Any:
@@ -97,7 +97,7 @@ class HuggingFace(Task):
         size = SAMPLES if split == "train" else 5
         lengths = torch.arange(size) * 5 % CONTEXT + 2
         return Rows(
-            input_ids=chosen(VOCABULARY, size, CONTEXT + 1),
+            input_ids=random_integers(VOCABULARY, size, CONTEXT + 1),
             attention_mask=(torch.arange(CONTEXT + 1) < lengths[:, None]).long(),
         )
 
@@ -152,10 +152,10 @@ class Choosing(nn.Module):
         self.out = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        chosen = self.blocks[0](x) > 0
+        mask = self.blocks[0](x) > 0
         for block in self.blocks:
             x = block(x).tanh()
-        return self.out(x * chosen)
+        return self.out(x * mask)
 
 
 class TwoTowers(Points):
@@ -274,13 +274,13 @@ class EncoderDecoder(Task):
 
     def dataset(self, split: str) -> Rows | None:
         source = (
-            {"input_features": drawn(SAMPLES, 4, 16)}
+            {"input_features": random_normal(SAMPLES, 4, 16)}
             if self.kind == "whisper"
-            else {"input_ids": 3 + chosen(8, SAMPLES, CONTEXT)}
+            else {"input_ids": 3 + random_integers(8, SAMPLES, CONTEXT)}
         )
         targets = {
-            "decoder_input_ids": 3 + chosen(8, SAMPLES, 5, seed=1),
-            "y": chosen(VOCABULARY, SAMPLES, 5, seed=2),
+            "decoder_input_ids": 3 + random_integers(8, SAMPLES, 5, seed=1),
+            "y": random_integers(VOCABULARY, SAMPLES, 5, seed=2),
         }
         return Rows(**source, **targets) if split == "train" else None
 

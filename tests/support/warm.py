@@ -44,14 +44,14 @@ def run(
     """Run `paceline WORDS` to its end. Processes that it started may remain."""
     here = _parent()[1]
     here.sendall(json.dumps([list(words), str(at), env, out, err]).encode() + b"\n")
-    pid = _answer(here)
+    pid = _read_number(here)
     here.settimeout(timeout_s)
     try:
-        return _answer(here)
+        return _read_number(here)
     except TimeoutError:
         here.settimeout(None)
         os.kill(pid, signal.SIGKILL)
-        _answer(here)
+        _read_number(here)
         return None
     except BaseException:  # pytest-timeout, Ctrl-C
         os.kill(pid, signal.SIGKILL)
@@ -63,7 +63,7 @@ def run(
             here.settimeout(None)
 
 
-def _answer(here: socket.socket) -> int:
+def _read_number(here: socket.socket) -> int:
     return int.from_bytes(here.recv(8), "little", signed=True)
 
 

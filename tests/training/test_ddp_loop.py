@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
 import models
-from harness import Trained, differences, ranks, trained
+from harness import TrainingResult, differences, ranks, train_on_ranks
 from paceline import Spec, Task
 from paceline.data.loader import shuffle
 from paceline.spec import Optimizer
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 STEPS, BATCH, SEED, LR, CLIP = 12, 8, 5, 0.05, 1.0
 
 
-def train_with_torch(task: Task, name: str, clip: float | None) -> Trained:
+def train_with_torch(task: Task, name: str, clip: float | None) -> TrainingResult:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dataset = task.dataset("train")
     order = shuffle(np.arange(STEPS * BATCH), len(dataset), SEED)
@@ -52,7 +52,7 @@ def train_with_torch(task: Task, name: str, clip: float | None) -> Trained:
         dist.all_reduce(loss, dist.ReduceOp.AVG)
         losses.append(loss.item())
     final = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
-    return Trained(losses, norms, [LR] * STEPS, [], final, ())
+    return TrainingResult(losses, norms, [LR] * STEPS, [], final, ())
 
 
 class TrainImages(models.Images):
@@ -72,6 +72,6 @@ def test_losses_equal_those_of_a_plain_torch_loop(plan: str, optimizer: str, cli
         optimizer=Optimizer(name=optimizer, lr=LR, clip=clip),
     )  # type: ignore[arg-type]
     expected = ranks(2)(train_with_torch, TrainImages(), optimizer, clip)[0]
-    found = trained(2, TrainImages(), spec, plan)
+    found = train_on_ranks(2, TrainImages(), spec, plan)
     assert not differences(found, expected, 1e-12)
     assert expected.losses[-1] < expected.losses[0]

@@ -292,7 +292,7 @@ class Odd(Task):
         return nn.Linear(2, 3)
 
     def dataset(self, split: str) -> Any:
-        return models.Pairs(x=models.drawn(40, 2), y=models.chosen(3, 40))
+        return models.Pairs(x=models.random_normal(40, 2), y=models.random_integers(3, 40))
 
     def loss(self, output: Any, batch: Any) -> Any:
         loss = F.cross_entropy(output, batch[1], reduction="none")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness import trained
+from harness import train_on_ranks
 from models import Points
 from paceline import Spec
 from paceline.training.init.deferred_init import fill_, record
@@ -237,7 +237,10 @@ def compute_plain_losses(task: Masked) -> Tensor:
 @pytest.mark.parametrize("kind", ["bert", "gemma3_text", "mamba", "mixtral"])
 def test_a_training_starts_at_the_loss_of_a_plain_model(kind: str, plan: str) -> None:
     task = Masked(kind=kind)
-    losses, expected = trained(2, task, Spec(steps=2, batch=64), plan).losses, compute_plain_losses(task)
+    losses, expected = (
+        train_on_ranks(2, task, Spec(steps=2, batch=64), plan).losses,
+        compute_plain_losses(task),
+    )
     assert losses[0] == pytest.approx(float(expected.mean()), abs=6 * float(expected.std()) + 0.01)
     assert expected.std() < 0.1
     assert losses[0] == pytest.approx(math.log(WORDS), rel=0.1)

@@ -11,7 +11,7 @@ from torch.nn import init
 
 import models
 from command import paceline
-from harness import trained
+from harness import train_on_ranks
 from paceline import Spec
 from paceline.errors import TaskError
 from paceline.training import initial_weights
@@ -251,7 +251,7 @@ def test_training_on_several_ranks_is_refused() -> None:
         AssertionError,
         match="TaskError: the initial values of the model's extra are not those of a plain construction",
     ):
-        trained(2, DetectsMeta(), Spec(steps=1, batch=8), "ddp")
+        train_on_ranks(2, DetectsMeta(), Spec(steps=1, batch=8), "ddp")
 
 
 TASK = """

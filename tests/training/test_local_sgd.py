@@ -14,7 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 import models
-from harness import Trained, _whole, difference, differences, ranks, trained, training
+from harness import (
+    TrainingResult,
+    differences,
+    ranks,
+    relative_difference,
+    to_whole_array,
+    train_on_ranks,
+    train_on_this_rank,
+)
 from paceline import Spec, Task, train
 from paceline.events import Ended, Evaluated, Event, Started, Step
 from paceline.plan.plan import parse
@@ -32,11 +40,11 @@ MOMENTUM = Optimizer(name="sgd", lr=0.05, momentum=0.9)
 ADAMW = Optimizer(name="adamw", lr=1e-2, clip=0.5)
 
 
-def wanted(optimizer: Optimizer = ADAMW, **fields: Any) -> Spec:
+def make_spec(optimizer: Optimizer = ADAMW, **fields: Any) -> Spec:
     return Spec(**({"steps": 7, "batch": 8, "seed": 3, "precision": "fp64", "optimizer": optimizer} | fields))
 
 
-def without_norms(found: Trained) -> Trained:
+def without_norms(found: TrainingResult) -> TrainingResult:
     """Leave out the norms, which are defined differently."""
     return replace(found, grad_norms=[])
 
@@ -47,11 +55,11 @@ def without_norms(found: Trained) -> Trained:
 @pytest.mark.parametrize(("size", "microbatches"), [(2, 1), (4, 2)])
 def test_averaging_after_each_step_equals_ddp(task: type[Task], size: int, microbatches: int) -> None:
     """For SGD without momentum, the mean of the steps is the step of the mean gradient."""
-    spec = wanted(PLAIN, schedule=Schedule(name="cosine", warmup=12))
-    found = trained(size, task(), spec, f"local-sgd,period=1,microbatches={microbatches}")
-    expected = trained(size, task(), spec, f"ddp,microbatches={microbatches}")
+    spec = make_spec(PLAIN, schedule=Schedule(name="cosine", warmup=12))
+    found = train_on_ranks(size, task(), spec, f"local-sgd,period=1,microbatches={microbatches}")
+    expected = train_on_ranks(size, task(), spec, f"ddp,microbatches={microbatches}")
     assert not differences(without_norms(found), without_norms(expected), 1e-12)
-    assert difference(found.grad_norms, expected.grad_norms) > 1e-3
+    assert relative_difference(found.grad_norms, expected.grad_norms) > 1e-3
     assert np.greater(found.grad_norms, expected.grad_norms).all(), (
         "the gradient of a mean is no longer than their mean square"
     )
@@ -60,8 +68,8 @@ def test_averaging_after_each_step_equals_ddp(task: type[Task], size: int, micro
 @pytest.mark.parametrize("plan", ["local-sgd,period=2", "post-local-sgd,period=1,switch=3"])
 @pytest.mark.parametrize("optimizer", [PLAIN, MOMENTUM, ADAMW], ids=["sgd", "momentum", "adamw"])
 def test_other_settings_differ_from_ddp(plan: str, optimizer: Optimizer) -> None:
-    found = trained(2, models.Images(), wanted(optimizer), plan)
-    expected = trained(2, models.Images(), wanted(optimizer), "ddp")
+    found = train_on_ranks(2, models.Images(), make_spec(optimizer), plan)
+    expected = train_on_ranks(2, models.Images(), make_spec(optimizer), "ddp")
     same = optimizer != ADAMW and "period=1" in plan  # momentum is linear too
     assert bool(differences(without_norms(found), without_norms(expected), 1e-12)) != same
     assert "not the update of one process" in found.notes[0]
@@ -72,17 +80,17 @@ def test_other_settings_differ_from_ddp(plan: str, optimizer: Optimizer) -> None
 def test_equals_ddp_until_the_switch(task: type[Task], microbatches: int) -> None:
     """All bits are equal, including BatchNorm over all ranks."""
     plan = f"post-local-sgd,period=2,switch=5,microbatches={microbatches}"
-    expected = trained(2, task(), wanted(), f"ddp,microbatches={microbatches}")
-    found = trained(2, task(), wanted(), plan)
-    before = Trained(expected.losses[:5], expected.grad_norms[:5], expected.lrs[:5], [], {}, ())
+    expected = train_on_ranks(2, task(), make_spec(), f"ddp,microbatches={microbatches}")
+    found = train_on_ranks(2, task(), make_spec(), plan)
+    before = TrainingResult(expected.losses[:5], expected.grad_norms[:5], expected.lrs[:5], [], {}, ())
     assert not differences(
-        Trained(found.losses[:5], found.grad_norms[:5], found.lrs[:5], [], {}, ()), before, 0.0
+        TrainingResult(found.losses[:5], found.grad_norms[:5], found.lrs[:5], [], {}, ()), before, 0.0
     )
     assert found.losses[5] == expected.losses[5] or task is models.NormedImages  # before its update
     assert found.losses[6] != expected.losses[6]
-    ended = trained(2, task(), wanted(steps=5, schedule=Schedule()), plan)
+    ended = train_on_ranks(2, task(), make_spec(steps=5, schedule=Schedule()), plan)
     assert not differences(
-        ended, trained(2, task(), wanted(steps=5), f"ddp,microbatches={microbatches}"), 0.0
+        ended, train_on_ranks(2, task(), make_spec(steps=5), f"ddp,microbatches={microbatches}"), 0.0
     )
 
 
@@ -131,12 +139,12 @@ def train_on_one_process(task: Task, spec: Spec, size: int, period: int) -> dict
 @pytest.mark.parametrize(("task", "size"), [(models.Images, 2), (models.Weighed, 2), (models.Points, 4)])
 def test_matches_a_plain_implementation(task: type[Task], size: int) -> None:
     """Compare with a few lines on one process: momentum and clipping per rank, item weights within a rank."""
-    spec = wanted(Optimizer(name="sgd", lr=0.05, momentum=0.9, clip=0.2), batch=16)
+    spec = make_spec(Optimizer(name="sgd", lr=0.05, momentum=0.9, clip=0.2), batch=16)
     expected = train_on_one_process(task(), spec, size, 3)
-    found = trained(size, task(), spec, "local-sgd,period=3").weights
-    assert max(difference(found[name], expected[name]) for name in expected) < 1e-12
+    found = train_on_ranks(size, task(), spec, "local-sgd,period=3").weights
+    assert max(relative_difference(found[name], expected[name]) for name in expected) < 1e-12
     another = train_on_one_process(task(), spec, size, 2)
-    assert max(difference(found[name], another[name]) for name in another) > 1e-6
+    assert max(relative_difference(found[name], another[name]) for name in another) > 1e-6
 
 
 def weights_after(task: Task, spec: Spec, plan: str) -> list[dict[str, np.ndarray]]:
@@ -152,7 +160,7 @@ def weights_after(task: Task, spec: Spec, plan: str) -> list[dict[str, np.ndarra
 
     local_sgd.LocalSgd.after_step = record  # type: ignore[method-assign]
     try:
-        training(task, spec, plan)
+        train_on_this_rank(task, spec, plan)
     finally:
         local_sgd.LocalSgd.after_step = after  # type: ignore[method-assign]
     return seen
@@ -164,7 +172,7 @@ def weights_after(task: Task, spec: Spec, plan: str) -> list[dict[str, np.ndarra
 )
 def test_all_ranks_are_equal_after_averaging(size: int, plan: str, averaged: tuple[int, ...]) -> None:
     """All bits are equal, including the statistics of BatchNorm. Between averagings ranks differ."""
-    first, *others = ranks(size)(weights_after, models.NormedImages(), wanted(batch=16), plan)
+    first, *others = ranks(size)(weights_after, models.NormedImages(), make_spec(batch=16), plan)
     for step, weights in enumerate(first, 1):
         together = step in averaged or step <= (parse(plan).switch or 0)
         for other in others:
@@ -185,7 +193,7 @@ def on_this_rank(
         return stop_at is not None and next(calls) >= stop_at - 1
 
     events = list(train(spec, parse(plan), task=task, run=RunFolder(run), stop=stop, observe=observe))
-    return events, {name: _whole(tensor) for name, tensor in named_tensors(trained_here[0]).items()}
+    return events, {name: to_whole_array(tensor) for name, tensor in named_tensors(trained_here[0]).items()}
 
 
 def run(size: int, task: Task, spec: Spec, plan: str, path: Path, stop_at: int | None = None) -> list[Any]:
@@ -203,7 +211,7 @@ STOPPED = [
 @pytest.mark.parametrize(("size", "plan", "stop_at"), STOPPED)
 def test_stop_and_resume_change_nothing(size: int, plan: str, stop_at: int, tmp_path: Path) -> None:
     """All bits are equal, also after a stop within a period, with evaluations and saves."""
-    spec = wanted(steps=14, save=Save(minutes=1e9), evaluate_every=100)
+    spec = make_spec(steps=14, save=Save(minutes=1e9), evaluate_every=100)
     through = run(size, models.NormedImages(), spec, plan, tmp_path / "through")
     often = spec.model_copy(update={"save": Save(every=2, minutes=1e9), "evaluate_every": 3})
     stopped = run(size, models.NormedImages(), often, plan, tmp_path / "stopped", stop_at)
@@ -225,7 +233,7 @@ def test_stop_and_resume_change_nothing(size: int, plan: str, stop_at: int, tmp_
     ("size", "plan"), [(1, "single"), (2, "ddp"), (2, "zero3"), (4, "local-sgd,period=4")]
 )
 def test_other_plans_resume_from_the_mean(size: int, plan: str, tmp_path: Path) -> None:
-    spec = wanted(steps=6, save=Save(minutes=1e9))
+    spec = make_spec(steps=6, save=Save(minutes=1e9))
     run(2, models.Images(), spec, "local-sgd,period=4", tmp_path / "run")
     mean = load_weights(RunFolder(tmp_path / "run").checkpoint(6))
     (events, weights), *_ = run(
@@ -239,11 +247,11 @@ def test_other_plans_resume_from_the_mean(size: int, plan: str, tmp_path: Path) 
     shutil.rmtree(copy / "ckpt" / "step_7")
     (again, _), *_ = run(1, models.Images(), spec.model_copy(update={"steps": 7}), "single", copy)
     assert found == pytest.approx(next(event.loss for event in again if isinstance(event, Step)), rel=1e-12)
-    assert all(difference(weights[name], mean[name].numpy()) > 0 for name in mean) or plan == "zero3"
+    assert all(relative_difference(weights[name], mean[name].numpy()) > 0 for name in mean) or plan == "zero3"
 
 
 def test_resumes_from_a_checkpoint_of_another_plan(tmp_path: Path) -> None:
-    spec = wanted(steps=4, save=Save(minutes=1e9))
+    spec = make_spec(steps=4, save=Save(minutes=1e9))
     run(2, models.Images(), spec, "zero3", tmp_path / "run")
     (events, _), *_ = run(
         2, models.Images(), spec.model_copy(update={"steps": 9}), "local-sgd,period=2", tmp_path / "run"
@@ -254,7 +262,7 @@ def test_resumes_from_a_checkpoint_of_another_plan(tmp_path: Path) -> None:
 
 def test_fp16_is_refused() -> None:
     with pytest.raises(AssertionError, match="use bf16 or fp32"):
-        ranks(2)(training, models.Images(), wanted(precision="fp16"), "local-sgd")
+        ranks(2)(train_on_this_rank, models.Images(), make_spec(precision="fp16"), "local-sgd")
 
 
 @contextmanager
@@ -272,7 +280,7 @@ def never_averaged() -> Iterator[None]:
 
 def test_missing_averaging_is_detected() -> None:
     with pytest.raises(AssertionError, match="differs from the others"):
-        trained(2, models.Images(), wanted(PLAIN), "local-sgd,period=1", never_averaged)
+        train_on_ranks(2, models.Images(), make_spec(PLAIN), "local-sgd,period=1", never_averaged)
 
 
 @pytest.mark.parametrize("plan", ["local-sgd,period=8", "post-local-sgd,period=8,switch=40"])

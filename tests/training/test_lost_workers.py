@@ -11,14 +11,14 @@ import pytest
 from command import (
     TASK,
     Running,
-    of_kind,
+    checkpoint_weights,
+    events_of_kind,
+    last_step,
     paceline,
-    slow_down,
+    set_sample_delay,
     start,
-    steps_done,
     succeed,
-    unequal,
-    weights,
+    unequal_tensors,
     write_task,
 )
 from paceline.events import Ended, Failed, Started, Step
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.processes
 
 def start_training(folder: Path, plan: str, *more: str, steps: int = 40, source: str = TASK) -> Running:
     """Start four ranks, whose steps take at least 0.04 s."""
-    slow_down(folder / "slow", 0.005)
+    set_sample_delay(folder / "slow", 0.005)
     words = (
         "train",
         write_task(folder, source),
@@ -56,33 +56,33 @@ def start_training(folder: Path, plan: str, *more: str, steps: int = 40, source:
 def test_others_continue_without_a_killed_worker(plan: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with start_training(tmp_path, plan) as running:
-        running.until_step(run, 5)
+        running.wait_for_step(run, 5)
         running.ranks()[3].send_signal(signal.SIGKILL)
         result = running.wait()
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert result.status == 0, result.all
-    [lost] = of_kind(run, Failed)
+    [lost] = events_of_kind(run, Failed)
     assert (lost.what, lost.rank) == ("worker", 3)
     assert "its part of each batch is left out from step" in lost.message
     assert lost.message in result.out
-    [ended] = of_kind(run, Ended)
+    [ended] = events_of_kind(run, Ended)
     assert (ended.step, ended.reason) == (40, "done")
     assert ended.lead is not None
     assert ended.lead <= (0 if "staleness=0" in plan else 3)
-    assert [step.step for step in of_kind(run, Step)] == list(range(1, 41))
-    assert weights(run, 40)
+    assert [step.step for step in events_of_kind(run, Step)] == list(range(1, 41))
+    assert checkpoint_weights(run, 40)
 
 
 @pytest.mark.slow
 def test_training_ends_without_workers(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with start_training(tmp_path, "parameter-server", "--save-every", "4") as running:
-        running.until(lambda: (run / "ckpt" / "step_4").exists(), "saved")
+        running.wait_until(lambda: (run / "ckpt" / "step_4").exists(), "saved")
         started = running.ranks()
         for rank in (1, 2, 3):
             started[rank].send_signal(signal.SIGKILL)
         result = running.wait()
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert result.status == 2, result.all
     assert "all 3 workers are gone" in result.err
 
@@ -91,20 +91,22 @@ def test_training_ends_without_workers(tmp_path: Path) -> None:
 def test_killed_server_ends_all_and_restarts(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with start_training(tmp_path, "parameter-server,servers=2", "--save-every", "4", steps=200) as running:
-        running.until(lambda: (run / "ckpt" / "step_4").exists(), "saved")
+        running.wait_until(lambda: (run / "ckpt" / "step_4").exists(), "saved")
         running.ranks()[1].send_signal(signal.SIGKILL)
         result = running.wait()
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert result.status == 2, result.all
     assert "rank 1 was killed by SIGKILL" in result.err
-    done = steps_done(run)
+    done = last_step(run)
     with start("resume", "run", "--restarts", "1", at=tmp_path, SLOW=str(tmp_path / "slow")) as running:
-        running.until(lambda: len(of_kind(run, Started)) == 2 and steps_done(run) > done + 2, "resumed")
+        running.wait_until(
+            lambda: len(events_of_kind(run, Started)) == 2 and last_step(run) > done + 2, "resumed"
+        )
         running.ranks()[0].send_signal(signal.SIGKILL)
         result = running.wait()
     assert result.status == 0, result.all
-    assert len(of_kind(run, Started)) == 3
-    assert of_kind(run, Ended)[-1].step == 200
+    assert len(events_of_kind(run, Started)) == 3
+    assert events_of_kind(run, Ended)[-1].step == 200
 
 
 @pytest.mark.slow
@@ -116,7 +118,7 @@ def test_failing_worker_ends_all(tmp_path: Path) -> None:
     )
     with start_training(tmp_path, "parameter-server", source=source) as running:
         result = running.wait()
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert result.status == 2, result.all
     assert "a torn sample" in result.err
     assert "Traceback" not in result.err
@@ -126,10 +128,10 @@ def test_failing_worker_ends_all(tmp_path: Path) -> None:
 def test_signal_stops_and_resume_continues(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with start_training(tmp_path, "parameter-server,staleness=0") as running:
-        running.until_step(run, 3)
+        running.wait_for_step(run, 3)
         running.process.send_signal(signal.SIGINT)
         result = running.wait()
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert result.status == 75, result.all
     assert "stopped; continue with: paceline resume run" in result.out
     succeed("resume", "run", at=tmp_path)
@@ -137,7 +139,7 @@ def test_signal_stops_and_resume_continues(tmp_path: Path) -> None:
     through.mkdir()
     with start_training(through, "parameter-server,staleness=0") as running:
         assert running.wait().status == 0
-    assert not unequal(weights(run, 40), weights(through / "run", 40))
+    assert not unequal_tensors(checkpoint_weights(run, 40), checkpoint_weights(through / "run", 40))
 
 
 @pytest.mark.parametrize(

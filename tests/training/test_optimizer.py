@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import models
-from harness import difference
+from harness import relative_difference
 from paceline import Spec, events, train
 from paceline.errors import PlanError, SpecError, TaskError
 from paceline.parallel.apply import check_elementwise
@@ -67,7 +67,7 @@ def with_gradients(dtype: torch.dtype) -> nn.Module:
     model = models.Gpt().to(dtype)
     model.spare = nn.Parameter(torch.ones(3, dtype=dtype))  # without a gradient
     model.none = nn.Parameter(torch.ones(0, dtype=dtype))
-    model(models.chosen(11, 4, 5)).square().sum().backward()
+    model(models.random_integers(11, 4, 5)).square().sum().backward()
     model.none.grad = torch.zeros_like(model.none)
     return model
 
@@ -81,8 +81,8 @@ def test_norm_matches_torch(dtype: torch.dtype, rtol: float) -> None:
         GradientNorm(params, ALONE, FIRST, CPU).local_norms(),
     )
     expected = torch.nn.utils.clip_grad_norm_(params, 1.0)
-    assert difference(found, expected) < rtol
-    assert difference(combine_norms(here, CPU), expected) < rtol
+    assert relative_difference(found, expected) < rtol
+    assert relative_difference(combine_norms(here, CPU), expected) < rtol
 
 
 def test_each_gradient_is_counted_on_one_rank() -> None:
@@ -93,7 +93,9 @@ def test_each_gradient_is_counted_on_one_rank() -> None:
             GradientNorm(params, ResolvedPlan(dp=ranks), MeshCoordinate(0, rank, 0, 0), CPU).local_norms()
             for rank in range(ranks)
         ]
-        assert difference(sum(norm.square() for part in parts for norm in part), whole.square()) < 1e-15
+        assert (
+            relative_difference(sum(norm.square() for part in parts for norm in part), whole.square()) < 1e-15
+        )
 
 
 def test_norm_without_gradients_is_zero() -> None:
@@ -133,7 +135,7 @@ def test_update_matches_torch(spec: Optimizer, oracle: object, clip: float | Non
         models.Text(), model, ours, params, ALONE, FIRST, torch.device("cpu"), "fp64", clip, 0
     )
     for at, lr_factor in enumerate((1.0, 0.5, 0.25)):
-        tokens = models.chosen(11, 4, 5, seed=at)
+        tokens = models.random_integers(11, 4, 5, seed=at)
         for each in (model, twin):
             each(tokens).square().sum().backward()
             if at < 2:
@@ -147,7 +149,7 @@ def test_update_matches_torch(spec: Optimizer, oracle: object, clip: float | Non
         step.update(lr_factor)
         assert all(parameter.grad is None for parameter in params)
         for parameter, expected in zip(params, twin.parameters(), strict=True):
-            assert difference(parameter.detach(), expected.detach()) < 1e-14
+            assert relative_difference(parameter.detach(), expected.detach()) < 1e-14
 
 
 def test_optimizer_gets_only_trained_parameters() -> None:

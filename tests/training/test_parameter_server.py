@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import models
-from harness import _whole, difference, ranks, trained
+from harness import ranks, relative_difference, to_whole_array, train_on_ranks
 from paceline import Spec, Task, train
 from paceline.errors import PlanError
 from paceline.events import Ended, Evaluated, Event, Started, Step
@@ -62,7 +62,7 @@ def train_on_this_rank(
     events = list(
         train(spec, parse(plan), task=task, run=RunFolder(run) if run is not None else None, stop=stop)
     )
-    return events, {name: _whole(tensor).copy() for name, tensor in named_tensors(built[-1]).items()}
+    return events, {name: to_whole_array(tensor).copy() for name, tensor in named_tensors(built[-1]).items()}
 
 
 def train_with_servers(
@@ -118,7 +118,7 @@ def test_without_staleness_it_matches_one_process(
     task: type[Task], optimizer: Optimizer, tmp_path: Path
 ) -> None:
     spec = make_spec(optimizer, schedule=Schedule(name="cosine", warmup=12))
-    expected = trained(1, task(), spec, "single")
+    expected = train_on_ranks(1, task(), spec, "single")
     for size, plan in (
         (3, "servers=1,microbatches=2"),
         (4, "servers=2"),
@@ -127,17 +127,20 @@ def test_without_staleness_it_matches_one_process(
         events, weights = train_with_servers(
             size, task(), spec, f"parameter-server,staleness=0,{plan}", tmp_path / str(size)
         )
-        assert difference([step.loss for step in steps(events)], expected.losses) < 1e-12
-        assert difference([step.grad_norm for step in steps(events)], expected.grad_norms) < 1e-12
-        assert max(difference(weights[name], expected.weights[name]) for name in expected.weights) < 1e-12
+        assert relative_difference([step.loss for step in steps(events)], expected.losses) < 1e-12
+        assert relative_difference([step.grad_norm for step in steps(events)], expected.grad_norms) < 1e-12
+        assert (
+            max(relative_difference(weights[name], expected.weights[name]) for name in expected.weights)
+            < 1e-12
+        )
 
 
 def test_stale_gradients_differ() -> None:
     """A control of the comparison above: with staleness, losses differ."""
     spec = make_spec(steps=12)
     events, _ = train_with_servers(3, models.Images(), spec, "parameter-server,staleness=3", slow=2)
-    expected = trained(1, models.Images(), spec, "single")
-    assert difference([step.loss for step in steps(events)], expected.losses) > 1e-6
+    expected = train_on_ranks(1, models.Images(), spec, "single")
+    assert relative_difference([step.loss for step in steps(events)], expected.losses) > 1e-6
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -195,8 +198,8 @@ def test_resume_under_other_plans_and_back(tmp_path: Path) -> None:
         _, weights = train_with_servers(
             size, models.Images(), spec.model_copy(update={"steps": until}), plan, tmp_path / "run"
         )
-    expected = trained(1, models.Images(), spec, "single").weights
-    assert max(difference(weights[name], expected[name]) for name in expected) < 1e-12
+    expected = train_on_ranks(1, models.Images(), spec, "single").weights
+    assert max(relative_difference(weights[name], expected[name]) for name in expected) < 1e-12
 
 
 def test_slices_are_balanced_by_bytes() -> None:

@@ -16,7 +16,14 @@ from torch.utils.data import default_collate
 
 import models
 from faults import replaced
-from harness import Trained, difference, differences, ranks, trained, training
+from harness import (
+    TrainingResult,
+    differences,
+    ranks,
+    relative_difference,
+    train_on_ranks,
+    train_on_this_rank,
+)
 from paceline import Spec, Task
 from paceline.data.loader import Numbers, RankBatchSlice
 from paceline.distributed.world import read_world
@@ -84,20 +91,20 @@ def name(case: Case) -> str:
     return f"{size}-{plan}-micro{microbatches}-{task.__name__}-{recipe}-{precision}"
 
 
-def wanted(recipe: str, precision: str) -> Spec:
+def make_spec(recipe: str, precision: str) -> Spec:
     """Train five steps, which cross the end of an epoch."""
     optimizer, schedule = RECIPES[recipe]
     return Spec(steps=5, batch=8, seed=3, precision=precision, optimizer=optimizer, schedule=schedule)  # type: ignore[arg-type]
 
 
 @cache
-def one_process(task: type[Task], recipe: str, precision: str, microbatches: int = 1) -> Trained:
-    return trained(1, task(), wanted(recipe, precision), f"single,microbatches={microbatches}")
+def one_process(task: type[Task], recipe: str, precision: str, microbatches: int = 1) -> TrainingResult:
+    return train_on_ranks(1, task(), make_spec(recipe, precision), f"single,microbatches={microbatches}")
 
 
 def check(case: Case) -> None:
     size, plan, microbatches, task, recipe, precision = case
-    found = trained(size, task(), wanted(recipe, precision), f"{plan},microbatches={microbatches}")
+    found = train_on_ranks(size, task(), make_spec(recipe, precision), f"{plan},microbatches={microbatches}")
     # BatchNorm computes its statistics on a micro-batch
     expected = one_process(task, recipe, precision, microbatches if task is models.NormedImages else 1)
     assert not differences(found, expected, RTOL[precision])
@@ -126,15 +133,17 @@ def test_all_combinations(case: Case) -> None:
     ],
 )
 def test_other_meshes(size: int, plan: str, task: type[Task]) -> None:
-    spec = wanted("adamw-clip-cosine", "fp64").model_copy(update={"batch": 12})
-    assert not differences(trained(size, task(), spec, plan), trained(1, task(), spec, "single"), 1e-12)
+    spec = make_spec("adamw-clip-cosine", "fp64").model_copy(update={"batch": 12})
+    assert not differences(
+        train_on_ranks(size, task(), spec, plan), train_on_ranks(1, task(), spec, "single"), 1e-12
+    )
 
 
 @pytest.mark.parametrize("recipe", ["adamw-clip-cosine", "sgd"])
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "ddp,microbatches=2", "zero2", "zero3,microbatches=2"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_parameters_used_on_some_ranks(size: int, plan: str, recipe: str) -> None:
-    found = trained(size, models.Routed(), wanted(recipe, "fp64"), plan)
+    found = train_on_ranks(size, models.Routed(), make_spec(recipe, "fp64"), plan)
     assert not differences(found, one_process(models.Routed, recipe, "fp64"), 1e-12)
 
 
@@ -142,40 +151,42 @@ def test_parameters_used_on_some_ranks(size: int, plan: str, recipe: str) -> Non
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2,microbatches=2", "zero3", "hsdp"])
 def test_scalar_parameter(plan: str, recipe: str) -> None:
     """Plans that shard weights keep it whole."""
-    found = trained(2, models.Temperature(), wanted(recipe, "fp64"), plan)
+    found = train_on_ranks(2, models.Temperature(), make_spec(recipe, "fp64"), plan)
     assert not differences(found, one_process(models.Temperature, recipe, "fp64"), 1e-12)
 
 
 @pytest.mark.parametrize("plan", ["tp=2,dp=2", "tp=2,dp=2,zero=1", "pp=2,dp=2,zero=3"])
 def test_scalar_parameter_in_mixtures(plan: str) -> None:
-    spec = wanted("adamw-clip-cosine", "fp64")
+    spec = make_spec("adamw-clip-cosine", "fp64")
     assert not differences(
-        trained(4, models.Tempered(), spec, plan), trained(1, models.Tempered(), spec, "single"), 1e-12
+        train_on_ranks(4, models.Tempered(), spec, plan),
+        train_on_ranks(1, models.Tempered(), spec, "single"),
+        1e-12,
     )
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])
 def test_batch_norm_of_each_rank(plan: str) -> None:
     """Each rank normalizes like a micro-batch; but running statistics are updated once, not twice."""
-    spec = wanted("sgd", "fp64").model_copy(update={"steps": 1})
-    found = trained(2, models.NormedImages(), spec.model_copy(update={"batch_norm": "local"}), plan)
+    spec = make_spec("sgd", "fp64").model_copy(update={"steps": 1})
+    found = train_on_ranks(2, models.NormedImages(), spec.model_copy(update={"batch_norm": "local"}), plan)
     assert any("batch_norm=local" in note for note in found.notes)
-    halves = trained(1, models.NormedImages(), spec, "single,microbatches=2")
-    whole = trained(1, models.NormedImages(), spec, "single")
+    halves = train_on_ranks(1, models.NormedImages(), spec, "single,microbatches=2")
+    whole = train_on_ranks(1, models.NormedImages(), spec, "single")
     assert found.losses != pytest.approx(whole.losses, rel=1e-6)
     assert found.losses == pytest.approx(halves.losses, rel=1e-12)
     assert (
-        difference(found.weights["1.running_mean"], whole.weights["1.running_mean"]) < 1e-12
+        relative_difference(found.weights["1.running_mean"], whole.weights["1.running_mean"]) < 1e-12
     )  # the mean of the ranks' means
-    assert difference(found.weights["1.running_var"], whole.weights["1.running_var"]) > 1e-6
+    assert relative_difference(found.weights["1.running_var"], whole.weights["1.running_var"]) > 1e-6
     for name, weight in found.weights.items():
         if "running" not in name and "num_batches" not in name:
-            assert difference(weight, halves.weights[name]) < 1e-12, name
+            assert relative_difference(weight, halves.weights[name]) < 1e-12, name
 
 
 def refused(task: Task, plan: str, error: type[Error] = PlanError) -> str:
     with pytest.raises(error) as raised:
-        training(task, wanted("sgd", "fp64"), plan)
+        train_on_this_rank(task, make_spec("sgd", "fp64"), plan)
     return str(raised.value)
 
 
@@ -191,8 +202,11 @@ def test_items_that_vary_need_weights(size: int, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3", "ddp,microbatches=2"])
 def test_bf16(plan: str) -> None:
     """Results agree to bf16 precision: products over the samples of a rank are rounded before the sum."""
-    spec = wanted("adamw-clip-cosine", "fp32").model_copy(update={"precision": "bf16"})
-    found, expected = trained(2, models.Text(), spec, plan), trained(1, models.Text(), spec, "single")
+    spec = make_spec("adamw-clip-cosine", "fp32").model_copy(update={"precision": "bf16"})
+    found, expected = (
+        train_on_ranks(2, models.Text(), spec, plan),
+        train_on_ranks(1, models.Text(), spec, "single"),
+    )
     assert not differences(found, expected, 0.02)
     assert differences(found, one_process(models.Text, "adamw-clip-cosine", "fp32"), 1e-4)
     assert all(weight.dtype == np.float32 for weight in found.weights.values())
@@ -211,7 +225,7 @@ class Held:
 def held(plan: str) -> Held:
     task, me = models.Text(), read_world()
     prepared = build_training(
-        wanted("adamw-step", "fp32"), parse(plan).resolve(me.size), me, task, torch.device("cpu")
+        make_spec("adamw-step", "fp32"), parse(plan).resolve(me.size), me, task, torch.device("cpu")
     )
     batch = default_collate([task.dataset("train")[i] for i in range(8)])  # type: ignore[index]
     prepared.update([batch], 0, 1.0)
@@ -358,7 +372,7 @@ def test_planted_errors_are_caught(
     plant: Any, task: type[Task], recipe: str, plans: str, precision: str
 ) -> None:
     for plan in plans.split():
-        found = trained(2 if plan != "hsdp" else 4, task(), wanted(recipe, precision), plan, plant)
+        found = train_on_ranks(2 if plan != "hsdp" else 4, task(), make_spec(recipe, precision), plan, plant)
         assert differences(found, one_process(task, recipe, precision), 10 * RTOL[precision])
 
 
@@ -367,5 +381,5 @@ def test_planted_errors_are_caught(
 def test_recomputation_changes_nothing(plan: str, recompute: str) -> None:
     spec = Spec(batch=8, steps=3, precision="fp64")
     task = models.Text()
-    found = trained(1 if plan == "single" else 2, task, spec, f"{plan},recompute={recompute}")
-    assert not differences(found, trained(1, task, spec), 1e-12)
+    found = train_on_ranks(1 if plan == "single" else 2, task, spec, f"{plan},recompute={recompute}")
+    assert not differences(found, train_on_ranks(1, task, spec), 1e-12)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import models
-from clusters import cluster
+from clusters import make_cluster
 from command import paceline, succeed
 from harness import ranks
 from paceline import Spec, events, train
@@ -270,7 +270,11 @@ class SlowRows(models.Points):
     """Each sample takes 0.01 s to read."""
 
     def dataset(self, split: str) -> Any:
-        return Slow(x=models.drawn(29, 5), y=models.drawn(29, 3, seed=1)) if split == "train" else None
+        return (
+            Slow(x=models.random_normal(29, 5), y=models.random_normal(29, 3, seed=1))
+            if split == "train"
+            else None
+        )
 
 
 class Slow(models.Pairs):
@@ -404,7 +408,7 @@ def test_event_round_trip(tmp_path: Path) -> None:
     assert events.loads(events.dumps(event)) == event
 
 
-HERE = cluster(8)
+HERE = make_cluster(8)
 GPT2 = load_model("gpt2", seq=128)
 
 

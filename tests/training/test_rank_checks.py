@@ -13,8 +13,8 @@ import torch.distributed as dist
 import models
 import network
 import paceline
-from command import PACELINE, of_kind, write_task
-from harness import ranks, training
+from command import PACELINE, events_of_kind, write_task
+from harness import ranks, train_on_this_rank
 from paceline import Spec
 from paceline.distributed.process_group import claim_gpu
 from paceline.errors import LaunchError
@@ -75,7 +75,7 @@ def another_file():
 
 
 def notes_with(plant) -> list[tuple[str, ...]]:
-    return [trained.notes for trained in ranks(2)(training, models.Points(), SPEC, "ddp", plant)]
+    return [trained.notes for trained in ranks(2)(train_on_this_rank, models.Points(), SPEC, "ddp", plant)]
 
 
 def test_a_wrong_clock_is_reported():
@@ -92,7 +92,7 @@ def test_a_wrong_clock_is_reported():
 
 def error_with(plant) -> str:
     with pytest.raises(LaunchError) as caught:
-        training(models.Points(), SPEC, "ddp", plant)
+        train_on_this_rank(models.Points(), SPEC, "ddp", plant)
     return str(caught.value)
 
 
@@ -231,7 +231,7 @@ def notes_of(nodes: list[network.Node], run: Path) -> list[str]:
         run.name,
     ]
     network.succeed(network.start_ranks(nodes, words, run.parent, PORT))
-    (started,) = of_kind(run, Started)
+    (started,) = events_of_kind(run, Started)
     return [note for note in started.notes if "MB/s" in note]
 
 

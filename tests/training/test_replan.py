@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from command import of_kind, paceline, succeed, write_task
-from harness import wrong
+from command import events_of_kind, paceline, succeed, write_task
+from harness import differences_from_single
 from models import NormedImages, Points
 from paceline import Spec
 from paceline import spec as specs
@@ -35,12 +35,12 @@ from paceline.spec import Optimizer
 )
 def test_uneven_shares_train_like_one_process(plan):
     spec = Spec(task="-", batch=16, steps=6, precision="fp64", optimizer=Optimizer(lr=0.05, clip=0.5))
-    assert not wrong(3, plan, Points(), spec)
+    assert not differences_from_single(3, plan, Points(), spec)
 
 
 def test_batch_norm_weights_uneven_shares():
     spec = Spec(task="-", batch=16, steps=4, precision="fp64")
-    assert not wrong(3, "ddp,uneven=1", NormedImages(), spec)
+    assert not differences_from_single(3, "ddp,uneven=1", NormedImages(), spec)
 
 
 class _EqualShares:
@@ -59,7 +59,7 @@ class _EqualShares:
 def test_uneven_shares_treated_as_equal_are_detected():
     spec = Spec(task="-", batch=16, steps=6, precision="fp64")
     with pytest.raises(AssertionError, match=r"items over all ranks|differs"):
-        assert not wrong(3, "ddp,uneven=1", Points(), spec, _EqualShares)
+        assert not differences_from_single(3, "ddp,uneven=1", Points(), spec, _EqualShares)
 
 
 @pytest.mark.parametrize(
@@ -194,11 +194,11 @@ def test_run_resumes_on_fewer_ranks(plan, size, taken, why, stopped, tmp_path):
     run = RunFolder(tmp_path / "r")
     as_if(run, plan=plan, ranks=4)
     result = succeed("resume", "r", "--ranks", size, "--steps", "12", at=tmp_path)
-    started = of_kind(run.path, Started)[-1]
+    started = events_of_kind(run.path, Started)[-1]
     assert (started.plan, started.ranks, started.batch) == (taken, int(size), 64)
     assert f"note: plan {taken} on {size} ranks, in place of {plan} on 4: {why}" in result.out, result.all
     assert started.notes[0].startswith(f"plan {taken} on {size} ranks, in place of {plan} on 4: {why}")
-    losses = [[step.loss for step in of_kind(each, Step)] for each in (run.path, tmp_path / "through")]
+    losses = [[step.loss for step in events_of_kind(each, Step)] for each in (run.path, tmp_path / "through")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     launch = run.request()[1]
     assert (launch.plan, launch.ranks, launch.asked, launch.asked_ranks) == (taken, int(size), plan, 4)

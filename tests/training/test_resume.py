@@ -21,17 +21,17 @@ from torch.distributed.checkpoint import CheckpointException
 import command
 from command import (
     Running,
-    of_kind,
+    checkpoint_weights,
+    events_of_kind,
+    last_step,
     paceline,
-    slow_down,
+    set_sample_delay,
     start,
-    steps_done,
     succeed,
-    unequal,
-    weights,
+    unequal_tensors,
     write_task,
 )
-from harness import difference, ranks
+from harness import ranks, relative_difference
 from paceline import Spec, World, train
 from paceline import spec as specs
 from paceline.errors import CheckpointError, RunError
@@ -40,7 +40,7 @@ from paceline.run import RunFolder
 from paceline.spec import Launch, Save
 from paceline.training import step_metrics
 from paceline.training.checkpoint import save as checkpoint
-from runs import NEVER, STEPS, on_this_rank, trained, wanted
+from runs import NEVER, STEPS, make_spec, train_run, train_run_on_this_rank
 
 pytestmark = pytest.mark.processes
 
@@ -73,16 +73,18 @@ SWEEP = [
     ("size", "plan", "stop"), [*CASES, *[pytest.param(*case, marks=pytest.mark.slow) for case in SWEEP]]
 )
 def test_stop_and_resume_change_nothing(size, plan, stop, task, tmp_path):
-    spec = wanted(task, validation=17)
-    trained(size, spec, plan, tmp_path / "through")
-    stopped = trained(size, spec, plan, tmp_path / "stopped", stop)[-1]
+    spec = make_spec(task, validation=17)
+    train_run(size, spec, plan, tmp_path / "through")
+    stopped = train_run(size, spec, plan, tmp_path / "stopped", stop)[-1]
     assert stopped.reason == "stopped"
     assert stopped.step - stop in (0, 1), (
         "when the metrics of a step are read, the next step may be under way"
     )
-    started, *_, ended = trained(size, spec, plan, tmp_path / "stopped")
+    started, *_, ended = train_run(size, spec, plan, tmp_path / "stopped")
     assert (started.step, ended.reason, ended.step) == (stopped.step, "done", STEPS)
-    assert not unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
+    assert not unequal_tensors(
+        checkpoint_weights(tmp_path / "stopped"), checkpoint_weights(tmp_path / "through")
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,14 +93,14 @@ def test_stop_and_resume_change_nothing(size, plan, stop, task, tmp_path):
 )
 def test_stop_during_an_evaluation_changes_nothing(size, plan, at, task, tmp_path):
     """The stop comes in the first evaluation, or the last. The resumed training repeats that evaluation."""
-    spec = wanted(task, validation=100, norm="pp" not in plan).model_copy(update={"evaluate_every": at})
-    through = trained(size, spec, plan, tmp_path / "through")
-    *begin, saved, ended = trained(
+    spec = make_spec(task, validation=100, norm="pp" not in plan).model_copy(update={"evaluate_every": at})
+    through = train_run(size, spec, plan, tmp_path / "through")
+    *begin, saved, ended = train_run(
         size, spec, plan, tmp_path / "stopped", at + 1
     )  # called once a step, then in the evaluation
     assert (saved.step, ended.step, ended.reason) == (at, at, "stopped")
     assert not any(isinstance(event, Evaluated) for event in begin)
-    again = trained(size, spec, plan, tmp_path / "stopped")
+    again = train_run(size, spec, plan, tmp_path / "stopped")
     assert (again[0].step, again[-1].reason) == (at, "done")
     metrics = [
         [(event.step, event.metrics) for event in events if isinstance(event, Evaluated)]
@@ -106,7 +108,9 @@ def test_stop_during_an_evaluation_changes_nothing(size, plan, at, task, tmp_pat
     ]
     assert metrics[0] == metrics[1]
     assert metrics[0]
-    assert not unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
+    assert not unequal_tensors(
+        checkpoint_weights(tmp_path / "stopped"), checkpoint_weights(tmp_path / "through")
+    )
     best = [
         checkpoint.read_best_score(RunFolder(tmp_path / run), spec.save.best)
         for run in ("stopped", "through")
@@ -115,8 +119,8 @@ def test_stop_during_an_evaluation_changes_nothing(size, plan, at, task, tmp_pat
 
 
 def test_steps_of_one_reduction_stop_together(task, tmp_path):
-    stopped = trained(
-        2, wanted(task, steps=10**6), "ddp", tmp_path / "stopped", 100, every_s=step_metrics.REDUCE_EVERY_S
+    stopped = train_run(
+        2, make_spec(task, steps=10**6), "ddp", tmp_path / "stopped", 100, every_s=step_metrics.REDUCE_EVERY_S
     )[-1]
     assert stopped.reason == "stopped"
     assert 100 <= stopped.step <= 100 + 2 * step_metrics.MAX_STEPS_PER_REDUCTION
@@ -135,7 +139,7 @@ def with_lost_state(lost: str, *args) -> list:
 
     checkpoint.collect_state = zeroed
     try:
-        return on_this_rank(*args)
+        return train_run_on_this_rank(*args)
     finally:
         checkpoint.collect_state = original
 
@@ -143,22 +147,24 @@ def with_lost_state(lost: str, *args) -> list:
 @pytest.mark.parametrize("lost", ["0.weight/exp_avg", "0.bias/exp_avg_sq", "5.bias/step", "running_mean"])
 def test_lost_state_is_detected(lost, task, tmp_path):
     """A negative control."""
-    spec = wanted(task)
-    trained(2, spec, "ddp", tmp_path / "through")
+    spec = make_spec(task)
+    train_run(2, spec, "ddp", tmp_path / "through")
     (tmp_path / "stopped").mkdir()
     ranks(2)(with_lost_state, lost, spec, "ddp", tmp_path / "stopped", 7, 0.0)
-    trained(2, spec, "ddp", tmp_path / "stopped")
-    assert unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
+    train_run(2, spec, "ddp", tmp_path / "stopped")
+    assert unequal_tensors(checkpoint_weights(tmp_path / "stopped"), checkpoint_weights(tmp_path / "through"))
 
 
 def test_stop_at_each_step(task, tmp_path):
     """A run is stopped six times in a row."""
-    spec = wanted(task, steps=8)
-    trained(2, spec, "zero3", tmp_path / "through")
+    spec = make_spec(task, steps=8)
+    train_run(2, spec, "zero3", tmp_path / "through")
     for _ in range(6):
-        trained(2, spec, "zero3", tmp_path / "stopped", 1)  # one step, and the step that is under way then
+        train_run(2, spec, "zero3", tmp_path / "stopped", 1)  # one step, and the step that is under way then
     assert of_checkpoints(tmp_path / "stopped")[-1] == 8
-    assert not unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
+    assert not unequal_tensors(
+        checkpoint_weights(tmp_path / "stopped"), checkpoint_weights(tmp_path / "through")
+    )
 
 
 def of_checkpoints(run: Path) -> list[int]:
@@ -181,9 +187,9 @@ SOME = [(1, "single"), (2, "zero1"), (3, "ddp"), (3, "hsdp,replicate=3")]
 @pytest.fixture(scope="module")
 def saved_by_four(task, tmp_path_factory) -> tuple[Spec, Path, Path]:
     """Return the request, a run under zero3 on 4 ranks that was stopped, and a run that was not."""
-    spec, folder = wanted(task, dropout=0.0, norm=False), tmp_path_factory.mktemp("four")
-    trained(4, spec, "zero3", folder / "through")
-    trained(4, spec, "zero3", folder / "stopped", 10)
+    spec, folder = make_spec(task, dropout=0.0, norm=False), tmp_path_factory.mktemp("four")
+    train_run(4, spec, "zero3", folder / "through")
+    train_run(4, spec, "zero3", folder / "stopped", 10)
     return spec, folder / "stopped", folder / "through"
 
 
@@ -194,10 +200,10 @@ def saved_by_four(task, tmp_path_factory) -> tuple[Spec, Path, Path]:
 def test_checkpoint_of_four_ranks_resumes_under_other_plans(size, plan, saved_by_four, tmp_path):
     spec, stopped, through = saved_by_four
     shutil.copytree(stopped, tmp_path / "resumed")
-    started, *_, ended = trained(size, spec, plan, tmp_path / "resumed")
+    started, *_, ended = train_run(size, spec, plan, tmp_path / "resumed")
     assert (started.step, ended.step) == (11, STEPS)
-    found, expected = weights(tmp_path / "resumed"), weights(through)
-    assert max(difference(found[name], expected[name]) for name in expected) < 1e-6
+    found, expected = checkpoint_weights(tmp_path / "resumed"), checkpoint_weights(through)
+    assert max(relative_difference(found[name], expected[name]) for name in expected) < 1e-6
 
 
 # On the command line: all ways to stop
@@ -265,7 +271,7 @@ class TerminateLast(Way):
 
 class PowerCut(Way):
     def __call__(self, running: Running) -> None:
-        for process in running.left():
+        for process in running.remaining_processes():
             process.kill()
 
 
@@ -310,9 +316,9 @@ FULL = [
 )
 def test_all_ways_to_stop(plan, way, then, task, tmp_path):
     stop, size, run = WAYS[way], ON[plan], tmp_path / "r"
-    spec = wanted(task, steps=120, save=Save(every=4, minutes=NEVER))
-    trained(size, spec, plan, tmp_path / "through")
-    slow = slow_down(tmp_path / "slow", 0.01)
+    spec = make_spec(task, steps=120, save=Save(every=4, minutes=NEVER))
+    train_run(size, spec, plan, tmp_path / "through")
+    slow = set_sample_delay(tmp_path / "slow", 0.01)
     words = (
         "train",
         request(spec, tmp_path),
@@ -325,18 +331,20 @@ def test_all_ways_to_stop(plan, way, then, task, tmp_path):
         *stop.words,
     )
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
-        running.until(lambda: steps_done(run) >= 6 and of_checkpoints(run), "at step 6, with a checkpoint")
+        running.wait_until(
+            lambda: last_step(run) >= 6 and of_checkpoints(run), "at step 6, with a checkpoint"
+        )
         stop(running)
         if stop.restarts:
             slow.unlink()
         result = running.wait()
         assert result.status == stop.status, result.all
-        running.until_all_ended()
+        running.wait_until_all_ended()
     assert "Traceback" not in result.out, result.all
     wait_until_free(run)
     if stop.restarts:
-        assert [started.step > 0 for started in of_kind(run, Started)] == [False, True]
-        [why] = [event for event in of_kind(run, Failed) if event.what == "rank"]
+        assert [started.step > 0 for started in events_of_kind(run, Started)] == [False, True]
+        [why] = [event for event in events_of_kind(run, Failed) if event.what == "rank"]
         assert re.fullmatch(
             rf"rank {int('0' not in way)} was killed by SIGKILL, after step \d+; all ranks are started again",
             why.message,
@@ -345,7 +353,7 @@ def test_all_ways_to_stop(plan, way, then, task, tmp_path):
     else:
         assert of_checkpoints(run)[-1] < 120, "it was not hit in the middle"
         if stop.saves:
-            stopped = of_kind(run, Ended)[-1]
+            stopped = events_of_kind(run, Ended)[-1]
             assert (stopped.reason, stopped.step) == ("stopped", of_checkpoints(run)[-1])
         if stop.status == 75:
             assert "continue with: paceline resume r" in result.out
@@ -353,34 +361,34 @@ def test_all_ways_to_stop(plan, way, then, task, tmp_path):
         if stop.status == 2:
             rank, kept = (0 if "0" in way else 1), of_checkpoints(run)[-1]
             hint = f"continue from step {kept} with: paceline resume r\n"
-            message = f"paceline: rank {rank} was killed by SIGKILL, after step {steps_done(run)}; {hint}"
+            message = f"paceline: rank {rank} was killed by SIGKILL, after step {last_step(run)}; {hint}"
             assert result.err.startswith(message), result.all
-            assert [event.rank for event in of_kind(run, Failed) if not event.lost_peer] == [rank]
+            assert [event.rank for event in events_of_kind(run, Failed) if not event.lost_peer] == [rank]
         if then == "resume":
             assert succeed("resume", "r", at=tmp_path).err == ""
         else:
-            assert trained(size, RunFolder(run).request()[0], plan, run)[-1].reason == "done"
+            assert train_run(size, RunFolder(run).request()[0], plan, run)[-1].reason == "done"
     if then != "train":
-        assert of_kind(run, Ended)[-1].reason == "done"
-    assert not unequal(weights(run), weights(tmp_path / "through"))
+        assert events_of_kind(run, Ended)[-1].reason == "done"
+    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(tmp_path / "through"))
 
 
 def test_second_signal_ends_the_run_at_once(task, tmp_path):
-    slow = slow_down(tmp_path / "slow", 0.01)
-    spec = wanted(task, steps=120, save=Save(every=2, minutes=NEVER))
+    slow = set_sample_delay(tmp_path / "slow", 0.01)
+    spec = make_spec(task, steps=120, save=Save(every=2, minutes=NEVER))
     words = ("train", request(spec, tmp_path), "--run-dir", "r", "--ranks", "2")
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
-        running.until(
-            lambda: steps_done(tmp_path / "r") >= 4 and of_checkpoints(tmp_path / "r"),
+        running.wait_until(
+            lambda: last_step(tmp_path / "r") >= 4 and of_checkpoints(tmp_path / "r"),
             "at step 4, with a checkpoint",
         )
-        slow_down(slow, 600)
+        set_sample_delay(slow, 600)
         running.process.send_signal(signal.SIGINT)
         time.sleep(1)
         assert running.process.poll() is None
         running.process.send_signal(signal.SIGINT)
         result = running.wait()
-        running.until_all_ended()
+        running.wait_until_all_ended()
     kept = of_checkpoints(tmp_path / "r")[-1]
     assert result.status == 75
     assert (
@@ -394,27 +402,27 @@ def test_second_signal_ends_the_run_at_once(task, tmp_path):
 def test_starting_ranks_end_if_their_launcher_is_killed(task, tmp_path):
     """The launcher has the store of the rendezvous."""
     with start(
-        "train", request(wanted(task), tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path
+        "train", request(make_spec(task), tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path
     ) as running:
-        running.until(lambda: 1 in running.ranks(), "with two ranks")
+        running.wait_until(lambda: 1 in running.ranks(), "with two ranks")
         late = running.ranks()[1]
         late.suspend()  # so that the other rank waits for it
         time.sleep(0.5)
         running.process.kill()
         late.resume()
-        running.until_all_ended()
+        running.wait_until_all_ended()
     wait_until_free(tmp_path / "r")
-    assert not of_kind(tmp_path / "r", Started)
+    assert not events_of_kind(tmp_path / "r", Started)
     succeed("resume", "r", at=tmp_path)
-    assert of_kind(tmp_path / "r", Ended)[-1].step == STEPS
+    assert events_of_kind(tmp_path / "r", Ended)[-1].step == STEPS
 
 
 def test_run_under_nohup_survives_a_hang_up(task, tmp_path):
     """The command is nohup paceline train …"""
-    slow = slow_down(tmp_path / "slow", 0.01)
-    words = ("train", request(wanted(task, steps=30), tmp_path), "--run-dir", "r", "--ranks", "2")
+    slow = set_sample_delay(tmp_path / "slow", 0.01)
+    words = ("train", request(make_spec(task, steps=30), tmp_path), "--run-dir", "r", "--ranks", "2")
     with start(*words, at=tmp_path, program=("nohup", *command.PACELINE), SLOW=str(slow)) as running:
-        running.until_step(tmp_path / "r", 4)
+        running.wait_for_step(tmp_path / "r", 4)
         running.process.send_signal(signal.SIGHUP)
         slow.unlink()
         assert running.wait().status == 0
@@ -477,9 +485,9 @@ EVERY_3 = Save(every=3, minutes=NEVER, keep=9)
 @pytest.fixture(scope="module")
 def with_checkpoints(task, tmp_path_factory) -> tuple[Spec, Path, Path]:
     """Return a request, a run that stopped after checkpoints of steps 3, 6 and 8, and an undisturbed run."""
-    spec, folder = wanted(task, steps=14, save=EVERY_3), tmp_path_factory.mktemp("checkpoints")
-    trained(2, spec, "zero3", folder / "through")
-    trained(2, spec, "zero3", folder / "stopped", 7)
+    spec, folder = make_spec(task, steps=14, save=EVERY_3), tmp_path_factory.mktemp("checkpoints")
+    train_run(2, spec, "zero3", folder / "through")
+    train_run(2, spec, "zero3", folder / "stopped", 7)
     specs.save(folder / "stopped/spec.toml", spec, Launch(ranks=2, plan="zero3"))
     assert of_checkpoints(folder / "stopped") == [3, 6, 8]
     return spec, folder / "stopped", folder / "through"
@@ -491,12 +499,12 @@ def test_damaged_checkpoint_is_named_and_skipped(damage, with_checkpoints, tmp_p
     run = tmp_path / "r"
     shutil.copytree(stopped, run)
     why = damage(run / "ckpt/step_8")
-    started, *_, ended = trained(2, spec, "zero3", run)
+    started, *_, ended = train_run(2, spec, "zero3", run)
     assert (started.step, ended.reason, ended.step) == (6, "done", 14)
     [note] = started.notes
     assert f"{run}/ckpt/step_8 is damaged" in note
     assert why in note
-    assert not unequal(weights(run), weights(through))
+    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(through))
 
 
 def test_each_damaged_checkpoint_is_named(with_checkpoints, tmp_path):
@@ -504,7 +512,7 @@ def test_each_damaged_checkpoint_is_named(with_checkpoints, tmp_path):
     shutil.copytree(stopped, tmp_path / "r")
     flip_a_byte(tmp_path / "r/ckpt/step_8")
     truncate(tmp_path / "r/ckpt/step_6")
-    started, *_ = trained(1, spec, "single", tmp_path / "r")
+    started, *_ = train_run(1, spec, "single", tmp_path / "r")
     assert started.step == 3
     assert ["step_8" in started.notes[0], "step_6" in started.notes[1], len(started.notes)] == [True, True, 2]
 
@@ -514,9 +522,9 @@ def test_run_without_a_complete_checkpoint_starts_again_with_a_note(with_checkpo
     shutil.copytree(stopped, tmp_path / "r")
     for step in (3, 6, 8):
         flip_a_byte(tmp_path / f"r/ckpt/step_{step}")
-    started, *_ = trained(2, spec, "zero3", tmp_path / "r")
+    started, *_ = train_run(2, spec, "zero3", tmp_path / "r")
     assert (started.step, len(started.notes)) == (0, 3)
-    assert not unequal(weights(tmp_path / "r"), weights(through))
+    assert not unequal_tensors(checkpoint_weights(tmp_path / "r"), checkpoint_weights(through))
 
 
 def test_unfinished_checkpoint_is_deleted(with_checkpoints, tmp_path):
@@ -525,12 +533,12 @@ def test_unfinished_checkpoint_is_deleted(with_checkpoints, tmp_path):
     shutil.copytree(stopped, run)
     shutil.copytree(run / "ckpt/step_8", run / "ckpt/.step_9")
     shutil.copytree(run / "ckpt/step_3", run / "ckpt/.old_3")
-    started, *_ = trained(2, spec, "zero3", run)
+    started, *_ = train_run(2, spec, "zero3", run)
     assert (started.step, started.notes) == (8, ())
     assert {path.name for path in (run / "ckpt").iterdir()} == {
         f"step_{step}" for step in (3, 6, 8, 9, 12, 14)
     }
-    assert not unequal(weights(run), weights(through))
+    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(through))
 
 
 def test_damaged_checkpoint_does_not_replace_a_complete_one(with_checkpoints, tmp_path):
@@ -541,9 +549,9 @@ def test_damaged_checkpoint_does_not_replace_a_complete_one(with_checkpoints, tm
     for step in (6, 8):
         flip_a_byte(run / f"ckpt/step_{step}")
     spec = replace_save(spec, keep=1)
-    ended = trained(1, spec, "single", run, 1)[-1]
+    ended = train_run(1, spec, "single", run, 1)[-1]
     assert ended.step < 6
-    started, *_ = trained(1, spec, "single", run)
+    started, *_ = train_run(1, spec, "single", run)
     assert (started.step, started.notes) == (ended.step, ())
 
 
@@ -552,9 +560,9 @@ def test_damaged_older_checkpoint_does_no_harm(with_checkpoints, tmp_path):
     run = tmp_path / "r"
     shutil.copytree(stopped, run)
     lose_the_index(run / "ckpt/step_3")
-    started, *_ = trained(2, spec, "zero3", run)
+    started, *_ = train_run(2, spec, "zero3", run)
     assert started.step == 8
-    assert not unequal(weights(run), weights(through))
+    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(through))
 
 
 def test_export_takes_the_last_complete_checkpoint_and_refuses_a_damaged_one(with_checkpoints, tmp_path):
@@ -580,8 +588,8 @@ def test_export_takes_the_last_complete_checkpoint_and_refuses_a_damaged_one(wit
 def test_last_and_best_checkpoints_are_kept(task, tmp_path):
     """The model memorizes random points, so that an early checkpoint has the best validation loss."""
     save = Save(every=2, minutes=NEVER, keep=2, best="min loss")
-    spec = wanted(task, steps=20, save=save, validation=17).model_copy(update={"evaluate_every": 4})
-    events = trained(1, spec, "single", tmp_path / "r")
+    spec = make_spec(task, steps=20, save=save, validation=17).model_copy(update={"evaluate_every": 4})
+    events = train_run(1, spec, "single", tmp_path / "r")
     losses = {event.step: event.metrics["loss"] for event in events if isinstance(event, Evaluated)}
     best = min(losses, key=losses.__getitem__)
     assert best < 18
@@ -591,18 +599,18 @@ def test_last_and_best_checkpoints_are_kept(task, tmp_path):
 
 def test_better_model_is_saved_at_once(task, tmp_path):
     """It is saved also if no save is due, and remembered after a stop."""
-    spec = wanted(task, steps=21, save=Save(minutes=NEVER, keep=1), validation=17).model_copy(
+    spec = make_spec(task, steps=21, save=Save(minutes=NEVER, keep=1), validation=17).model_copy(
         update={"evaluate_every": 3}
     )
-    events = trained(1, spec, "single", tmp_path / "through")
+    events = train_run(1, spec, "single", tmp_path / "through")
     losses = {event.step: event.metrics["loss"] for event in events if isinstance(event, Evaluated)}
     best = [
         step for step in losses if losses[step] == min(losses[other] for other in losses if other <= step)
     ]
     assert [event.step for event in events if isinstance(event, Saved)] == sorted({*best, 21})
     assert of_checkpoints(tmp_path / "through") == sorted({best[-1], 21})
-    trained(1, spec, "single", tmp_path / "stopped", 16)
-    trained(1, spec, "single", tmp_path / "stopped")
+    train_run(1, spec, "single", tmp_path / "stopped", 16)
+    train_run(1, spec, "single", tmp_path / "stopped")
     assert of_checkpoints(tmp_path / "stopped") == of_checkpoints(tmp_path / "through")
 
 
@@ -612,16 +620,16 @@ def test_nan_metric_is_never_the_best(task, tmp_path):
         "batch[1]).mean(-1).log()}\n"
     )
     path = write_task(tmp_path, source, "nan.py")
-    spec = wanted(path, steps=9, save=Save(minutes=NEVER, keep=1, best="max score"), validation=17)
+    spec = make_spec(path, steps=9, save=Save(minutes=NEVER, keep=1, best="max score"), validation=17)
     spec = spec.model_copy(update={"evaluate_every": 3})
-    events = trained(1, spec, "single", tmp_path / "r")
+    events = train_run(1, spec, "single", tmp_path / "r")
     assert all(np.isnan(event.metrics["score"]) for event in events if isinstance(event, Evaluated))
     assert [event.step for event in events if isinstance(event, Saved)] == [9]
 
 
 @pytest.mark.parametrize(("minutes", "often"), [(1e-6, True), (NEVER, False)])
 def test_save_minutes(minutes, often, task, tmp_path):
-    events = trained(2, wanted(task, save=Save(minutes=minutes, keep=2)), "ddp", tmp_path / "r")
+    events = train_run(2, make_spec(task, save=Save(minutes=minutes, keep=2)), "ddp", tmp_path / "r")
     saved = [event.step for event in events if isinstance(event, Saved)]
     assert (len(saved) > 3) == often
     assert saved[-1] == STEPS
@@ -632,15 +640,15 @@ def test_save_minutes(minutes, often, task, tmp_path):
 
 def test_failed_save_does_no_other_harm(task, tmp_path):
     """For a while files cannot exceed 200 kB: less than a checkpoint, more than the list of events."""
-    run, slow = tmp_path / "r", slow_down(tmp_path / "slow", 0.004)
-    spec = wanted(task, steps=60, save=Save(every=3, minutes=NEVER), width=256)
+    run, slow = tmp_path / "r", set_sample_delay(tmp_path / "slow", 0.004)
+    spec = make_spec(task, steps=60, save=Save(every=3, minutes=NEVER), width=256)
     with start(
         "train", request(spec, tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path, SLOW=str(slow)
     ) as running:
-        running.until(lambda: bool(of_kind(run, Saved)), "saved once")
+        running.wait_until(lambda: bool(events_of_kind(run, Saved)), "saved once")
         for rank in running.ranks().values():
             rank.rlimit(psutil.RLIMIT_FSIZE, (200_000, psutil.RLIM_INFINITY))
-        running.until(lambda: bool(of_kind(run, Failed)), "failed to save")
+        running.wait_until(lambda: bool(events_of_kind(run, Failed)), "failed to save")
         kept = of_checkpoints(run)
         assert all(not weights_are_damaged(run, step) for step in kept)
         for rank in running.ranks().values():
@@ -648,8 +656,8 @@ def test_failed_save_does_no_other_harm(task, tmp_path):
         slow.unlink()
         result = running.wait()
     assert result.status == 0, result.all
-    failed = of_kind(run, Failed)[0]
-    last = max(event.step for event in of_kind(run, Saved) if event.step < failed.step)
+    failed = events_of_kind(run, Failed)[0]
+    last = max(event.step for event in events_of_kind(run, Saved) if event.step < failed.step)
     assert failed.what == "save"
     assert (
         failed.message
@@ -659,8 +667,8 @@ def test_failed_save_does_no_other_harm(task, tmp_path):
     assert failed.message in result.out
     assert of_checkpoints(run)[-1] == 60
     assert not list((run / "ckpt").glob(".*"))
-    trained(2, spec, "ddp", tmp_path / "through")
-    assert not unequal(weights(run), weights(tmp_path / "through"))
+    train_run(2, spec, "ddp", tmp_path / "through")
+    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(tmp_path / "through"))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -716,7 +724,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 def test_full_disk_fails_a_run_only_if_the_last_checkpoint_is_lost(task, small_disk, tmp_path):
     """The disk has the whole run with events, logs and TensorBoard files. Two checkpoints of 2.4 MB fit."""
     run = small_disk / "r"
-    spec = wanted(task, steps=12, save=Save(every=3, minutes=NEVER), width=256)
+    spec = make_spec(task, steps=12, save=Save(every=3, minutes=NEVER), width=256)
     result = paceline("train", request(spec, tmp_path), "--run-dir", run, "--ranks", "2", at=tmp_path)
     assert result.status == 2, result.all
     why = (
@@ -732,20 +740,22 @@ def test_full_disk_fails_a_run_only_if_the_last_checkpoint_is_lost(task, small_d
     )
     assert of_checkpoints(run) == [3, 6]
     assert not list((run / "ckpt").glob(".*"))
-    assert [(event.what, event.step) for event in of_kind(run, Failed) if event.what == "save"] == [
+    assert [(event.what, event.step) for event in events_of_kind(run, Failed) if event.what == "save"] == [
         ("save", 9),
         ("save", 12),
     ]
-    assert of_kind(run, Ended) == []
+    assert events_of_kind(run, Ended) == []
     shutil.copytree(run, tmp_path / "more room")
-    trained(2, spec, "ddp", tmp_path / "through")
-    trained(2, spec, "ddp", tmp_path / "more room")
-    assert not unequal(weights(tmp_path / "more room"), weights(tmp_path / "through"))
+    train_run(2, spec, "ddp", tmp_path / "through")
+    train_run(2, spec, "ddp", tmp_path / "more room")
+    assert not unequal_tensors(
+        checkpoint_weights(tmp_path / "more room"), checkpoint_weights(tmp_path / "through")
+    )
 
 
 def test_file_size_limit(task, tmp_path):
     """Set by `ulimit -f`, in 512 bytes: no checkpoint fits, nor all events. One rank, without a launcher."""
-    spec = wanted(task, steps=40, save=Save(every=10, minutes=NEVER))
+    spec = make_spec(task, steps=40, save=Save(every=10, minutes=NEVER))
     limited = ("sh", "-c", 'ulimit -f 16; exec "$@"', "sh", *command.PACELINE)
     result = paceline("train", request(spec, tmp_path), "--run-dir", "r", at=tmp_path, program=limited)
     assert result.status == 2, result.all
@@ -757,8 +767,8 @@ def test_file_size_limit(task, tmp_path):
     assert "Traceback" not in result.err
     assert "done" not in succeed("status", "r", at=tmp_path).out
     assert "checkpoint  step 40" in succeed("resume", "r", at=tmp_path).out
-    trained(1, spec, "single", tmp_path / "through")
-    assert not unequal(weights(tmp_path / "r"), weights(tmp_path / "through"))
+    train_run(1, spec, "single", tmp_path / "through")
+    assert not unequal_tensors(checkpoint_weights(tmp_path / "r"), checkpoint_weights(tmp_path / "through"))
 
 
 # Runs that cannot be resumed
@@ -769,8 +779,8 @@ def stopped(tmp_path_factory) -> Path:
     """Return a folder with my.py and r, a run on one rank that was stopped at step 2."""
     at = tmp_path_factory.mktemp("refused")
     path = write_task(at, command.TASK + "\n\nclass Other(Regression):\n    pass\n")
-    spec = wanted(path, steps=6, norm=False)
-    trained(1, spec, "single", at / "r", 1)
+    spec = make_spec(path, steps=6, norm=False)
+    train_run(1, spec, "single", at / "r", 1)
     specs.save(at / "r/spec.toml", spec, Launch(ranks=1, plan="single"))
     return at
 
@@ -886,7 +896,7 @@ def test_edited_request_is_accepted_with_the_option(stopped, tmp_path):
     run.spec.write_text(edited(run.spec.read_text(), "lr = 0.01", "lr = 0.03"))
     succeed("resume", "r", "--edited", "--steps", "3", at=tmp_path)
     assert run.request()[0].optimizer.lr == 0.03
-    assert of_kind(run.path, Step)[-1].lr == 0.03
+    assert events_of_kind(run.path, Step)[-1].lr == 0.03
     assert not run.next_spec.exists()
 
 
@@ -919,7 +929,7 @@ def test_finished_run_resumes_only_with_more_steps(stopped, tmp_path):
     flip_a_byte(tmp_path / "r/ckpt/step_4")
     assert "damaged" in succeed("resume", "r", at=tmp_path).out, "what is damaged is not done"
     assert succeed("resume", "r", "--epochs", "3", at=tmp_path).out.count("step 7  done") == 1
-    assert [event.step for event in of_kind(tmp_path / "r", Ended)] == [4, 4, 7]
+    assert [event.step for event in events_of_kind(tmp_path / "r", Ended)] == [4, 4, 7]
 
 
 @pytest.mark.parametrize(

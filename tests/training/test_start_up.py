@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from command import PACELINE, of_kind, succeed, write_task
+from command import PACELINE, events_of_kind, succeed, write_task
 from paceline.events import Started
 
 pytestmark = pytest.mark.processes
@@ -37,7 +37,7 @@ def test_start_is_shown_during_and_after_it(tmp_path: Path) -> None:
     write_task(tmp_path)
     output = succeed(*WORDS, at=tmp_path, program=PACELINE).out
     assert output.startswith("starting: importing PyTorch and the task\n")
-    [started] = of_kind(tmp_path / "r", Started)
+    [started] = events_of_kind(tmp_path / "r", Started)
     assert list(started.start_s) == PHASES
     assert min(started.start_s.values()) >= 0
     log = (tmp_path / "r/log.txt").read_text()
@@ -51,7 +51,7 @@ def test_table_covers_the_whole_training_after_a_resume(tmp_path: Path) -> None:
     write_task(tmp_path)
     first = succeed(*WORDS, "--ranks", "2", at=tmp_path).out
     again = succeed("resume", "r", "--steps", "12", at=tmp_path).out
-    assert [list(started.start_s) for started in of_kind(tmp_path / "r", Started)] == [
+    assert [list(started.start_s) for started in events_of_kind(tmp_path / "r", Started)] == [
         ["launcher", *PHASES]
     ] * 2
     assert row("loss", again).split(" → ")[0] == row("loss", first).split(" → ")[0]

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from harness import Trained, differences, ranks, training
+from harness import TrainingResult, differences, ranks, train_on_this_rank
 from paceline import Spec
 from paceline.errors import PlanError
 from paceline.spec import Optimizer
@@ -37,20 +37,20 @@ REFUSED = {
 }
 
 
-def train_all(plan: str, kinds: list[str]) -> dict[str, Trained | str]:
+def train_all(plan: str, kinds: list[str]) -> dict[str, TrainingResult | str]:
     """Return the training of each model, or why it was refused."""
     warnings.filterwarnings("ignore", ".*weight_norm. is deprecated", FutureWarning)
-    results: dict[str, Trained | str] = {}
+    results: dict[str, TrainingResult | str] = {}
     for kind in kinds:
         try:
-            results[kind] = training(Unprepared(kind=kind), SPEC, plan)
+            results[kind] = train_on_this_rank(Unprepared(kind=kind), SPEC, plan)
         except PlanError as error:  # the same on all ranks, before the first message
             results[kind] = str(error)
     return results
 
 
 @cache
-def train_one_process(plan: str, kinds: tuple[str, ...] = tuple(MODELS)) -> dict[str, Trained]:
+def train_one_process(plan: str, kinds: tuple[str, ...] = tuple(MODELS)) -> dict[str, TrainingResult]:
     return ranks(1)(train_all, plan, list(kinds))[0]
 
 

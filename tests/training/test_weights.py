@@ -17,7 +17,7 @@ from torch.nn import init
 from torch.utils._pytree import tree_leaves, tree_map
 
 import models
-from harness import trained
+from harness import train_on_ranks
 from paceline import Spec
 from paceline.distributed.dtensor import storage_id
 from paceline.errors import TaskError
@@ -436,7 +436,10 @@ class FromNumpy(models.Points):
 @pytest.mark.parametrize("plan", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_ranks_agree_on_numpy_draws(plan: str) -> None:
     spec = Spec(steps=1, batch=8, precision="fp64")
-    found, expected = trained(2, FromNumpy(), spec, plan), trained(1, FromNumpy(), spec, "single")
+    found, expected = (
+        train_on_ranks(2, FromNumpy(), spec, plan),
+        train_on_ranks(1, FromNumpy(), spec, "single"),
+    )
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
@@ -595,7 +598,7 @@ class Unwritten(models.Points):
 @pytest.mark.parametrize("plan", ["ddp", "zero3", "pp=2"])
 def test_training_names_an_uninitialized_tensor(plan: str) -> None:
     with pytest.raises(AssertionError, match=r"TaskError: the model's 0\.weight is not initialized"):
-        trained(2, Unwritten(), Spec(steps=1, batch=8), plan)
+        train_on_ranks(2, Unwritten(), Spec(steps=1, batch=8), plan)
 
 
 class Pretrained(models.Text):
@@ -617,10 +620,12 @@ def test_pretrained_weights_are_used(tmp_path: Path) -> None:
         if name not in ("tokens.weight", "blocks.1.norm.bias")
     )
     spec = Spec(steps=1, batch=8, precision="fp64")
-    expected = trained(1, Pretrained(file=str(file)), spec, "single").losses
-    assert expected != trained(1, models.Text(), spec, "single").losses
+    expected = train_on_ranks(1, Pretrained(file=str(file)), spec, "single").losses
+    assert expected != train_on_ranks(1, models.Text(), spec, "single").losses
     for plan in ("ddp", "zero3"):
-        assert trained(2, Pretrained(file=str(file)), spec, plan).losses == pytest.approx(expected, rel=1e-12)
+        assert train_on_ranks(2, Pretrained(file=str(file)), spec, plan).losses == pytest.approx(
+            expected, rel=1e-12
+        )
 
 
 @pytest.mark.parametrize(

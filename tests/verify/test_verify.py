@@ -75,20 +75,28 @@ def test_equal_trainings_are_accepted(text: Verification, plan: str) -> None:
 
 FAULTS = [
     # plan, fault, step, what, name, factor, axis
-    ("ddp", faults.gradient_times_data, 1, "gradient", "tokens.weight", 2.0, "dp"),
-    ("zero3", faults.gradient_times_data, 1, "gradient", "tokens.weight", 2.0, "dp"),
-    ("zero2", faults.gradient_over_data, 1, "gradient", "tokens.weight", 0.5, "1 / dp"),
-    ("ddp,microbatches=4", faults.gradient_times_micro, 1, "gradient", "tokens.weight", 4.0, "microbatches"),
+    ("ddp", faults.gradient_times_data_ranks, 1, "gradient", "tokens.weight", 2.0, "dp"),
+    ("zero3", faults.gradient_times_data_ranks, 1, "gradient", "tokens.weight", 2.0, "dp"),
+    ("zero2", faults.gradient_over_data_ranks, 1, "gradient", "tokens.weight", 0.5, "1 / dp"),
+    (
+        "ddp,microbatches=4",
+        faults.gradient_times_microbatches,
+        1,
+        "gradient",
+        "tokens.weight",
+        4.0,
+        "microbatches",
+    ),
     ("ddp", faults.gradient_doubled_on_last_rank, 1, "gradient", "tokens.weight", 2.0, "dp"),
-    ("zero1", faults.late_gradient_times_data, 1, "norm", "", 2.0, "dp"),
+    ("zero1", faults.gradient_times_data_ranks_before_update, 1, "norm", "", 2.0, "dp"),
     ("ddp", faults.no_sync, 1, "gradient", "tokens.weight", ..., None),
     ("zero3", faults.no_sync, 1, "gradient", "tokens.weight", None, None),
     ("ddp", faults.block_dropped, 0, "parameter", "blocks.1.norm.weight", None, None),
     ("ddp", faults.block_skipped, 1, "gradient", "blocks.1.norm.weight", None, None),
-    ("zero3", faults.shards_seeded_alike, 0, "parameter", "tokens.weight", ..., None),
-    ("hsdp,replicate=1", faults.shards_seeded_alike, 0, "parameter", "tokens.weight", ..., None),
-    ("zero3", faults.norm_of_shard, 1, "norm", "", ..., None),
-    ("ddp", faults.norm_counted_by_all, 1, "norm", "", math.sqrt(2), "√dp"),
+    ("zero3", faults.shards_with_equal_seeds, 0, "parameter", "tokens.weight", ..., None),
+    ("hsdp,replicate=1", faults.shards_with_equal_seeds, 0, "parameter", "tokens.weight", ..., None),
+    ("zero3", faults.norm_of_one_shard, 1, "norm", "", ..., None),
+    ("ddp", faults.replicated_norm_counted_on_each_rank, 1, "norm", "", math.sqrt(2), "√dp"),
 ]
 
 
@@ -114,7 +122,7 @@ def test_planted_faults_are_found(
     else:
         assert verdict.first.factor == (pytest.approx(factor, rel=1e-9) if factor is not None else None)
     assert verdict.as_json()["first_difference"]["axis"] == axis
-    if fault is faults.gradient_times_data:
+    if fault is faults.gradient_times_data_ranks:
         assert (
             describe_difference(verdict)
             == "the gradient of tokens.weight is 2.000 times that of one process from step 1 on: "
@@ -127,7 +135,7 @@ def test_planted_faults_are_found(
 
 def test_a_norm_of_shards_is_found_where_it_clips(clipped: Verification) -> None:
     assert clipped.verify(parse("zero3")).same
-    verdict = clipped.verify(parse("zero3"), faults.norm_of_shard)
+    verdict = clipped.verify(parse("zero3"), faults.norm_of_one_shard)
     assert verdict.first is not None
     assert verdict.first.what == "norm"
     assert verdict.rows[0].gradient_difference < 1e-12
@@ -137,7 +145,7 @@ def test_a_norm_of_shards_is_found_where_it_clips(clipped: Verification) -> None
 def test_a_missing_gradient_differs_from_zero(two: Ranks) -> None:
     with Verification(spec("Idle"), two) as idle:
         assert idle.verify(parse("zero3")).same
-        verdict = idle.verify(parse("ddp"), faults.zero_for_none)
+        verdict = idle.verify(parse("ddp"), faults.zeros_for_missing_gradients)
     assert verdict.first is not None
     assert verdict.first.name == "spare"
     assert "has a gradient, but with one process it has none" in describe_difference(verdict)
@@ -260,7 +268,7 @@ class Mixing(models.Points):
 
 
 HARSH = Optimizer(name="adamw", lr=0.05, eps=1e-14)
-PLANTED = (faults.gradient_a_little_off, faults.weights_a_little_off)
+PLANTED = (faults.gradient_times_1_001, faults.weights_times_1_01_on_last_rank)
 
 
 @pytest.mark.parametrize(
@@ -670,7 +678,7 @@ def test_verify_refuses_to_run_as_a_rank(at: Path) -> None:
 
 def test_an_interrupt_ends_everything(at: Path) -> None:
     with start("verify", "my.py:Mine", "--all", "--ranks", "2", "--steps", "20", at=at) as running:
-        running.until(lambda: "same" in running.so_far().out.replace("; same:", ""), "verifying")
+        running.wait_until(lambda: "same" in running.output_so_far().out.replace("; same:", ""), "verifying")
         running.process.send_signal(signal.SIGINT)
         assert running.wait(20).status == 130
-        running.until_all_ended(10)
+        running.wait_until_all_ended(10)

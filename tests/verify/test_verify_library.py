@@ -58,7 +58,7 @@ def test_models_are_accepted_and_a_small_fault_is_found(two: Ranks, kind: str) -
         small = checked.reference().narrowest_dtype == "float64" and checked.float64_error is None
         for plan in ("ddp", "zero3"):
             verdict = checked.try_verify(
-                parse(plan), faults.gradient_off_by_a_millionth if small else faults.gradient_a_little_off
+                parse(plan), faults.gradient_times_1_000001 if small else faults.gradient_times_1_001
             )
             assert verdict.first is not None, (plan, format_verdict(verdict))
             assert verdict.first.what == "gradient"
@@ -74,6 +74,6 @@ def test_gradients_of_rounding_alone_are_accepted(two: Ranks) -> None:
             verdict = checked.try_verify(parse(plan))
             assert verdict.same, (plan, format_verdict(verdict))
         assert checked.reference().amplified, "nothing was amplified"
-        verdict = checked.try_verify(parse("ddp"), faults.gradient_off_by_a_millionth)
+        verdict = checked.try_verify(parse("ddp"), faults.gradient_times_1_000001)
         assert verdict.first is not None
         assert (verdict.first.what, verdict.first.step) == ("gradient", 1)
