@@ -140,7 +140,7 @@ def _records() -> Iterator[str]:
         yield _fields(kind, without=("time",))
     yield "## ckpt/step_N/checkpoint.json"
     yield _fields(Index)
-    yield "Besides, the file has `crc`, the CRC-32 of the other keys."
+    yield "The file also has `crc`, the CRC-32 of the other keys."
     yield "## ranks/N.alive"
     yield _fields(Heartbeat)
 
