@@ -22,6 +22,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures: most have no page here
 myst_heading_anchors = 3
+smartquotes = False  # would turn the -- of options into dashes
 
 html_theme = "furo"
 html_title = f"Paceline {version}"

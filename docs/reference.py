@@ -208,12 +208,24 @@ def _comments(kind: type) -> dict[str, str]:
 
 def _interface() -> Iterator[str]:
     yield "These names are public: `from paceline import Task`. Other modules may change in any release."
-    for name in sorted(paceline.__all__):
-        thing = getattr(paceline, name)
-        kind = "class" if inspect.isclass(thing) else "function" if callable(thing) else "data"
-        yield f"## {name}"
-        members = "\n   :members:" if kind == "class" else ""
-        yield f"```{{eval-rst}}\n.. auto{kind}:: paceline.{name}{members}\n```"
+    names = [name for name in paceline.__all__ if name != "__version__"]
+    functions = [name for name in names if not inspect.isclass(getattr(paceline, name))]
+    errors = [name for name in names if name.endswith("Error")]
+    kinds = [name for name in names if name in ("Event", *(kind.__name__ for kind in events.KINDS.values()))]
+    classes = sorted(set(names) - {*functions, *errors, *kinds})
+    groups = {
+        "Functions": functions,
+        "Classes": classes,
+        "Events": ["Event", *kinds],
+        "Errors": ["Error", *errors],
+    }
+    for title, members in groups.items():
+        yield f"## {title}"
+        for name in dict.fromkeys(members):
+            kind = "class" if inspect.isclass(getattr(paceline, name)) else "function"
+            options = "\n   :members:" if kind == "class" else ""
+            yield f"### {name}\n\n```{{eval-rst}}\n.. auto{kind}:: paceline.{name}{options}\n```"
+    yield f"## Version\n\n`paceline.__version__` is the version as text, here `{paceline.__version__}`."
 
 
 def as_rst(lines: Sequence[str]) -> list[str]:
@@ -223,9 +235,18 @@ def as_rst(lines: Sequence[str]) -> list[str]:
         if paragraph.startswith(" ") or re.search(r"\S {2,}\S", paragraph):  # columns
             found += ["::", "", *("   " + line for line in paragraph.splitlines()), ""]
             continue
-        parts = re.split(r"(`[^`]+`)", paragraph)
-        shown = (
-            f"`{part}`" if part.startswith("`") else re.sub(r"([\\*_|])", r"\\\1", part) for part in parts
-        )
-        found += [*"".join(shown).splitlines(), ""]
+        if re.match(r"\w+: ", paragraph):  # parameters: one "name: meaning" after the other
+            items = re.split(r"\n(?=\w+: )", paragraph)
+            for name, _, meaning in (item.partition(": ") for item in items):
+                found += [f"* ``{name}``: {_escape(' '.join(meaning.split()))}"]
+            found.append("")
+            continue
+        found += [*_escape(paragraph).splitlines(), ""]
     return found
+
+
+def _escape(text: str) -> str:
+    parts = re.split(r"(`[^`]+`)", text)
+    return "".join(
+        f"`{part}`" if part.startswith("`") else re.sub(r"([\\*_|])", r"\\\1", part) for part in parts
+    )

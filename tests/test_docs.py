@@ -157,7 +157,7 @@ def test_the_reference_has_every_key(site, tmp_path):
 
 def test_the_reference_has_every_public_name(site):
     page = (site / "generated/api.html").read_text()
-    assert not [name for name in paceline.__all__ if f'id="paceline.{name}"' not in page]
+    assert not [name for name in {*paceline.__all__} - {"__version__"} if f'id="paceline.{name}"' not in page]
 
 
 def test_the_records_have_every_key(site, tmp_path):

@@ -27,10 +27,13 @@ def find_plans(
         plan, cost = best.plans[0]
         print(plan, cost.step_s, cost.peak_bytes)
 
-    spec: the task, its global batch (samples) and the precision. ranks: processes; None: one per device of
-    the cluster. cluster: where to train; None: cluster.json in this folder, or this machine. plan: predict
-    this plan alone. task: an instance, instead of the task that `spec` names. tokens: of the whole training,
-    and price: of a device hour; with both, `best.bill(cost)` has time, energy and cost of the training.
+    spec: the task, its global batch (samples) and the precision.
+    ranks: number of processes [default: one per device of the cluster].
+    cluster: where to train [default: cluster.json in this folder, or this machine].
+    plan: predict this plan alone.
+    task: an instance, instead of the task that `spec` names.
+    tokens: length of the whole training; `best.bill(cost)` then has its time and energy.
+    price: of a device hour; the bill then has the price.
 
     Raises PlanError if no plan fits or `plan` is not possible, ClusterError if too little is known of the
     cluster, TaskError if the model cannot be described.

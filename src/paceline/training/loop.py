@@ -64,7 +64,7 @@ def train(
     task: Task | None = None,
     run: RunFolder | None = None,
     device: str | None = None,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] | None = None,
     observe: Callable[[nn.Module, str, int], None] | None = None,
     notes: Sequence[str] = (),
 ) -> Generator[Event]:
@@ -72,14 +72,15 @@ def train(
 
     All ranks must iterate in step.
 
-    spec: what to train. `plan`: a Plan, or its words on the command line, such as "zero3" [default: `single`
-    on one rank, `ddp` on several]; "auto": the plan that rank 0 predicts to be the fastest that fits.
+    spec: what to train.
+    plan: a Plan, or its text on the command line, such as "zero3" [default: single on one rank, ddp on
+    several]; "auto": the plan that rank 0 predicts to be the fastest that fits.
     world: which rank this process is [default: read from the environment].
-    task: an instance to use instead of the task that `spec` names.
-    run: where checkpoints are saved. If it has checkpoints, training resumes from the last complete one.
-    None: no checkpoints are saved.
+    task: an instance, instead of the task that `spec` names.
+    run: where checkpoints are saved. If it has checkpoints, training resumes from the last complete one
+    [default: no checkpoints are saved].
     device: "cpu" or "cuda" [default: cuda if it is available].
-    stop: called at each step. When it returns True on any rank, all ranks save and end.
+    stop: called at each step. If it returns True on any rank, all ranks save and end.
     observe: called on every rank with the distributed model, and with ("gradients", step) before or
     ("weights", step) after each update.
     notes: sentences to report at the start.
@@ -88,6 +89,7 @@ def train(
     loss is not finite, and CheckpointError at the end if the last checkpoint could not be written.
     """
     world = world if world is not None else read_world()
+    stop = stop if stop is not None else (lambda: False)
     plan = _parse_plan(plan, world)
     clock = StartClock()
     with contextlib.ExitStack() as stack:

@@ -28,9 +28,12 @@ def verify_plan(
         verdict = paceline.verify_plan(paceline.Spec(task="digits", batch=64), "zero3")
         assert verdict.same, verdict.first
 
-    spec: the task, its global batch (samples) and the optimizer. plan: a `Plan`, or its text as on the
-    command line. task: an instance, instead of the task that `spec` names. timeout_s: seconds after which
-    a plan that does not end has failed.
+    spec: the task, its global batch (samples) and the optimizer.
+    plan: a Plan, or its text on the command line.
+    ranks: number of processes.
+    task: an instance, instead of the task that `spec` names.
+    steps: number of steps to compare.
+    timeout_s: seconds after which a plan that does not end has failed.
 
     Returns a `Verdict`: `same`, the largest relative differences by step (`rows`) and the `first`
     difference. Raises PlanError for a plan that these ranks, the batch or the model cannot have, and for

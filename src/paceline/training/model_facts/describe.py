@@ -33,9 +33,11 @@ def describe(spec: Spec, task: Task | None = None) -> ModelFacts:
     The model runs without values on its first samples; no memory is allocated for it.
 
         facts = paceline.describe(paceline.Spec(task="digits", batch=64))
-        print(facts.parameters, facts.blocks)
+        print(facts.params, facts.blocks)
 
-    spec: the task and its fields. task: an instance, instead of the task that `spec` names.
+    spec: the task and its fields.
+    task: an instance, instead of the task that `spec` names.
+
     Raises TaskError for a model that cannot run without values.
     """
     from paceline.training.model_analysis import build_meta_model
