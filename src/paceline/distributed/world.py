@@ -10,6 +10,13 @@ from paceline.errors import LaunchError
 
 @dataclass(frozen=True)
 class World:
+    """Which rank this process is. `paceline.train` reads it from the environment of the launcher.
+
+        world = World(rank=1, size=4, local_rank=1, local_size=4)
+
+    rank, size: number of this rank, and of all ranks. local_rank, local_size: the same on this machine.
+    """
+
     rank: int = 0
     size: int = 1
     local_rank: int = 0  # among the ranks of this machine
