@@ -14,6 +14,11 @@ import pytest
 
 import paceline
 from command import succeed
+from paceline.cluster import machine
+from paceline.doctor.diagnose import Diagnosis
+from paceline.doctor.heartbeat import Collective, Frame, Heartbeat
+from paceline.doctor.rank_state import RankState, ReaderProcess
+from paceline.spec import Value
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.docs, pytest.mark.slow]
@@ -239,20 +244,61 @@ def keys_of(tree: object, path: str = "") -> set[str]:
     found = set()
     for name, value in tree.items():
         key = f"{path}.{name}".lstrip(".")
-        values = value.values() if name in BY_PART else ()
         inner = (
-            {under for one in values for under in keys_of(one, f"{key}.*")}
-            if name in BY_PART
+            {under for part in value.values() for under in keys_of(part, f"{key}.*")}
+            if name in BY_PART and isinstance(value, dict)
             else keys_of(value, key)
         )
         found |= {key} | (set() if name in ("set", "wrong") else inner)
     return found
 
 
-def test_every_json_key_is_described(tmp_path):
+# Classes whose fields are keys, by the path of the object: on this machine, some of these objects are null.
+CLASSES: dict[str, dict[str, type]] = {
+    "doctor": {
+        "": Diagnosis,
+        "seen[].": RankState,
+        "seen[].beat.": Heartbeat,
+        "seen[].stack[].": Frame,
+        "seen[].collectives[].": Collective,
+        "seen[].readers[].": ReaderProcess,
+        "seen[].readers[].stack[].": Frame,
+    },
+    "probe": {
+        "": machine.Machine,
+        "cpu.": machine.Cpu,
+        "memory.": machine.MemoryFacts,
+        "accelerators[].": machine.Accelerator,
+        "topology.": machine.Topology,
+        "interfaces[].": machine.Interface,
+        "torch.": machine.Torch,
+        "torch.backends[].": machine.BackendFacts,
+        "torch.communication[].": machine.BackendFacts,
+        "mpi.": machine.BackendFacts,
+        "slurm.": machine.Slurm,
+        "directories[].": machine.Directory,
+        "directories[].quota.": machine.Quota,
+    },
+}
+
+
+def described_keys() -> dict[str, set[str]]:
+    """The keys in docs/json.md by command: the first columns of the tables of its section."""
     page = (ROOT / "docs/json.md").read_text()
-    described = dict(re.findall(r"^## paceline (\w+)\n(.*?)(?=^## )", page, re.M | re.S))
-    assert described.keys() == JSON.keys()
+    return {
+        command: {
+            key
+            for line in text.splitlines()
+            if line.startswith("| `")
+            for key in re.findall(r"`([^`]+)`", line.split(" | ")[0])
+        }
+        for command, text in re.findall(r"^## paceline (\w+)\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+    }
+
+
+def test_every_json_key_is_described(tmp_path):
+    described = described_keys()
+    assert described.keys() == JSON.keys() | CLASSES.keys() | {"bench"}
     succeed("train", "digits", "--steps", "4", "--ranks", "2", "--profile", "--run-dir", "run", at=tmp_path)
     for command, words in JSON.items():
         succeed(command, *words.split(), "--json", "found.json", at=tmp_path)
@@ -260,11 +306,26 @@ def test_every_json_key_is_described(tmp_path):
             key.replace("weak.", "strong.")
             for key in keys_of(json.loads((tmp_path / "found.json").read_text()))
         }
-        first_columns = "".join(
-            line.split(" | ")[0] for line in described[command].splitlines() if line.startswith("| `")
-        )
         assert len(found) > 2
-        assert not found - set(re.findall(r"`([^`]+)`", first_columns)), command
+        assert not found - described[command], command
+
+
+@pytest.mark.parametrize("command", [*CLASSES])
+def test_every_field_of_a_json_class_is_described(command):
+    found = {
+        path + name
+        for path, kind in CLASSES[command].items()
+        for name in (kind.model_fields if issubclass(kind, Value) else kind.__dataclass_fields__)
+    }
+    assert not found - described_keys()[command]
+
+
+def test_every_json_key_of_a_bench_is_described(tmp_path):
+    succeed("bench", "--seconds", "5", "--device", "cpu", "--directory", ".", "--out", "found", at=tmp_path)
+    files = [path for path in (tmp_path / "found").glob("*.json") if path.name != "cluster.json"]
+    assert len(files) == 6
+    found = {key for path in files for key in keys_of(json.loads(path.read_text()))}
+    assert not found - described_keys()["bench"]
 
 
 def test_the_commands_of_getting_started(tmp_path):
