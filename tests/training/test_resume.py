@@ -1,4 +1,4 @@
-"""A training that was stopped in any way resumes as if it had not been stopped."""
+"""A training that is stopped in any way resumes and computes the same as an undisturbed one."""
 
 import os
 import platform
@@ -45,7 +45,7 @@ from runs import NEVER, STEPS, make_spec, train_run, train_run_on_this_rank
 pytestmark = pytest.mark.processes
 
 PLANS = ["single", "ddp", "zero1", "zero2", "zero3", "hsdp"]
-ON = {plan: 1 if plan == "single" else 2 for plan in PLANS}
+NUM_RANKS = {plan: 1 if plan == "single" else 2 for plan in PLANS}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ CASES = [
     (2, "zero3", 7),
     (4, "ddp", 10),  # the order of DDP's buckets matters on three ranks or more
 ]
-SWEEP = [
+SLOW_CASES = [
     (size, f"{plan}{microbatches}", stop)
     for plan in PLANS
     for size in ((1,) if plan == "single" else (2, 4))
@@ -70,20 +70,20 @@ SWEEP = [
 
 
 @pytest.mark.parametrize(
-    ("size", "plan", "stop"), [*CASES, *[pytest.param(*case, marks=pytest.mark.slow) for case in SWEEP]]
+    ("size", "plan", "stop"), [*CASES, *[pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES]]
 )
-def test_stop_and_resume_change_nothing(size, plan, stop, task, tmp_path):
+def test_resumed_training_equals_an_undisturbed_one(size, plan, stop, task, tmp_path):
     spec = make_spec(task, validation=17)
-    train_run(size, spec, plan, tmp_path / "through")
+    train_run(size, spec, plan, tmp_path / "undisturbed")
     stopped = train_run(size, spec, plan, tmp_path / "stopped", stop)[-1]
     assert stopped.reason == "stopped"
     assert stopped.step - stop in (0, 1), (
-        "when the metrics of a step are read, the next step may be under way"
+        "when the metrics of a step are read, the next step may be in progress"
     )
     started, *_, ended = train_run(size, spec, plan, tmp_path / "stopped")
     assert (started.step, ended.reason, ended.step) == (stopped.step, "done", STEPS)
     assert not unequal_tensors(
-        checkpoint_weights(tmp_path / "stopped"), checkpoint_weights(tmp_path / "through")
+        checkpoint_weights(tmp_path / "stopped"), checkpoint_weights(tmp_path / "undisturbed")
     )
 
 
@@ -91,43 +91,43 @@ def test_stop_and_resume_change_nothing(size, plan, stop, task, tmp_path):
     ("size", "plan", "at"),
     [(2, "zero3", 5), (1, "single", STEPS), pytest.param(2, "pp=2", 5, marks=pytest.mark.slow)],
 )
-def test_stop_during_an_evaluation_changes_nothing(size, plan, at, task, tmp_path):
-    """The stop comes in the first evaluation, or the last. The resumed training repeats that evaluation."""
+def test_stop_during_an_evaluation_does_not_change_the_result(size, plan, at, task, tmp_path):
+    """The stop is in the first or the last evaluation. The resumed training repeats that evaluation."""
     spec = make_spec(task, validation=100, norm="pp" not in plan).model_copy(update={"evaluate_every": at})
-    through = train_run(size, spec, plan, tmp_path / "through")
-    *begin, saved, ended = train_run(
+    undisturbed = train_run(size, spec, plan, tmp_path / "undisturbed")
+    *events_before, saved, ended = train_run(
         size, spec, plan, tmp_path / "stopped", at + 1
-    )  # called once a step, then in the evaluation
+    )  # stop() is called once per step, then in the evaluation
     assert (saved.step, ended.step, ended.reason) == (at, at, "stopped")
-    assert not any(isinstance(event, Evaluated) for event in begin)
-    again = train_run(size, spec, plan, tmp_path / "stopped")
-    assert (again[0].step, again[-1].reason) == (at, "done")
+    assert not any(isinstance(event, Evaluated) for event in events_before)
+    resumed = train_run(size, spec, plan, tmp_path / "stopped")
+    assert (resumed[0].step, resumed[-1].reason) == (at, "done")
     metrics = [
         [(event.step, event.metrics) for event in events if isinstance(event, Evaluated)]
-        for events in (again, through)
+        for events in (resumed, undisturbed)
     ]
     assert metrics[0] == metrics[1]
     assert metrics[0]
     assert not unequal_tensors(
-        checkpoint_weights(tmp_path / "stopped"), checkpoint_weights(tmp_path / "through")
+        checkpoint_weights(tmp_path / "stopped"), checkpoint_weights(tmp_path / "undisturbed")
     )
     best = [
         checkpoint.read_best_score(RunFolder(tmp_path / run), spec.save.best)
-        for run in ("stopped", "through")
+        for run in ("stopped", "undisturbed")
     ]
     assert best[0] == best[1] is not None
 
 
-def test_steps_of_one_reduction_stop_together(task, tmp_path):
+def test_ranks_stop_at_the_same_step_of_a_reduction(task, tmp_path):
     stopped = train_run(
         2, make_spec(task, steps=10**6), "ddp", tmp_path / "stopped", 100, every_s=step_metrics.REDUCE_EVERY_S
     )[-1]
     assert stopped.reason == "stopped"
     assert 100 <= stopped.step <= 100 + 2 * step_metrics.MAX_STEPS_PER_REDUCTION
-    assert of_checkpoints(tmp_path / "stopped") == [stopped.step]
+    assert checkpoint_steps(tmp_path / "stopped") == [stopped.step]
 
 
-def with_lost_state(lost: str, *args) -> list:
+def train_with_zeroed_state(lost: str, *args) -> list:
     """Train with checkpoints in which the tensors named `lost` are zero."""
     original = checkpoint.collect_state
 
@@ -145,35 +145,37 @@ def with_lost_state(lost: str, *args) -> list:
 
 
 @pytest.mark.parametrize("lost", ["0.weight/exp_avg", "0.bias/exp_avg_sq", "5.bias/step", "running_mean"])
-def test_lost_state_is_detected(lost, task, tmp_path):
+def test_checkpoint_without_state_changes_the_weights(lost, task, tmp_path):
     """A negative control."""
     spec = make_spec(task)
-    train_run(2, spec, "ddp", tmp_path / "through")
+    train_run(2, spec, "ddp", tmp_path / "undisturbed")
     (tmp_path / "stopped").mkdir()
-    ranks(2)(with_lost_state, lost, spec, "ddp", tmp_path / "stopped", 7, 0.0)
+    ranks(2)(train_with_zeroed_state, lost, spec, "ddp", tmp_path / "stopped", 7, 0.0)
     train_run(2, spec, "ddp", tmp_path / "stopped")
-    assert unequal_tensors(checkpoint_weights(tmp_path / "stopped"), checkpoint_weights(tmp_path / "through"))
-
-
-def test_stop_at_each_step(task, tmp_path):
-    """A run is stopped six times in a row."""
-    spec = make_spec(task, steps=8)
-    train_run(2, spec, "zero3", tmp_path / "through")
-    for _ in range(6):
-        train_run(2, spec, "zero3", tmp_path / "stopped", 1)  # one step, and the step that is under way then
-    assert of_checkpoints(tmp_path / "stopped")[-1] == 8
-    assert not unequal_tensors(
-        checkpoint_weights(tmp_path / "stopped"), checkpoint_weights(tmp_path / "through")
+    assert unequal_tensors(
+        checkpoint_weights(tmp_path / "stopped"), checkpoint_weights(tmp_path / "undisturbed")
     )
 
 
-def of_checkpoints(run: Path) -> list[int]:
+def test_run_stopped_at_each_step_equals_an_undisturbed_one(task, tmp_path):
+    """The run is stopped six times in a row."""
+    spec = make_spec(task, steps=8)
+    train_run(2, spec, "zero3", tmp_path / "undisturbed")
+    for _ in range(6):
+        train_run(2, spec, "zero3", tmp_path / "stopped", 1)  # one step, and the step in progress
+    assert checkpoint_steps(tmp_path / "stopped")[-1] == 8
+    assert not unequal_tensors(
+        checkpoint_weights(tmp_path / "stopped"), checkpoint_weights(tmp_path / "undisturbed")
+    )
+
+
+def checkpoint_steps(run: Path) -> list[int]:
     return RunFolder(run).checkpoints()
 
 
 # On another number of ranks, under another plan
 
-OTHERS = [
+OTHER_PLANS = [
     *[(1, plan) for plan in ("single", "ddp", "zero1", "zero2", "zero3")],
     *[
         (size, plan)
@@ -181,32 +183,39 @@ OTHERS = [
         for plan in ("ddp", "zero1", "zero2", "zero3", f"hsdp,replicate={size}")
     ],
 ]
-SOME = [(1, "single"), (2, "zero1"), (3, "ddp"), (3, "hsdp,replicate=3")]
+FAST_OTHER_PLANS = [(1, "single"), (2, "zero1"), (3, "ddp"), (3, "hsdp,replicate=3")]
 
 
 @pytest.fixture(scope="module")
 def saved_by_four(task, tmp_path_factory) -> tuple[Spec, Path, Path]:
-    """Return the request, a run under zero3 on 4 ranks that was stopped, and a run that was not."""
+    """Return a request, a stopped run under zero3 on 4 ranks, and an undisturbed run."""
     spec, folder = make_spec(task, dropout=0.0, norm=False), tmp_path_factory.mktemp("four")
-    train_run(4, spec, "zero3", folder / "through")
+    train_run(4, spec, "zero3", folder / "undisturbed")
     train_run(4, spec, "zero3", folder / "stopped", 10)
-    return spec, folder / "stopped", folder / "through"
+    return spec, folder / "stopped", folder / "undisturbed"
 
 
 @pytest.mark.parametrize(
     ("size", "plan"),
-    [*SOME, *[pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS if case not in SOME]],
+    [
+        *FAST_OTHER_PLANS,
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in OTHER_PLANS
+            if case not in FAST_OTHER_PLANS
+        ],
+    ],
 )
 def test_checkpoint_of_four_ranks_resumes_under_other_plans(size, plan, saved_by_four, tmp_path):
-    spec, stopped, through = saved_by_four
+    spec, stopped, undisturbed = saved_by_four
     shutil.copytree(stopped, tmp_path / "resumed")
     started, *_, ended = train_run(size, spec, plan, tmp_path / "resumed")
     assert (started.step, ended.step) == (11, STEPS)
-    found, expected = checkpoint_weights(tmp_path / "resumed"), checkpoint_weights(through)
+    found, expected = checkpoint_weights(tmp_path / "resumed"), checkpoint_weights(undisturbed)
     assert max(relative_difference(found[name], expected[name]) for name in expected) < 1e-6
 
 
-# On the command line: all ways to stop
+# All ways to stop a command
 
 
 def request(spec: Spec, at: Path) -> Path:
@@ -215,80 +224,80 @@ def request(spec: Spec, at: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Way:
+class StopMethod:
     """A way to end a training before its last step."""
 
     words: tuple[str, ...] = ()
     status: int = 75
-    saves: bool = True  # the last step that was done
-    restarts: bool = False  # without a command
+    saves: bool = True  # a checkpoint of the last completed step
+    restarts: bool = False  # without a resume command
 
     def __call__(self, running: Running) -> None:
         raise NotImplementedError
 
 
-class Interrupt(Way):
+class Interrupt(StopMethod):
     def __call__(self, running: Running) -> None:
         running.process.send_signal(signal.SIGINT)
 
 
-class ControlC(Way):
+class ControlC(StopMethod):
     """Like a terminal, send the signal to all processes in the foreground."""
 
     def __call__(self, running: Running) -> None:
         os.killpg(running.process.pid, signal.SIGINT)
 
 
-class Terminate(Way):
+class Terminate(StopMethod):
     def __call__(self, running: Running) -> None:
         running.process.send_signal(signal.SIGTERM)
 
 
-class HangUp(Way):
+class HangUp(StopMethod):
     def __call__(self, running: Running) -> None:
         running.process.send_signal(signal.SIGHUP)
 
 
-class KillLauncher(Way):
+class KillLauncher(StopMethod):
     def __call__(self, running: Running) -> None:
         running.process.kill()
 
 
-class KillFirst(Way):
+class KillFirst(StopMethod):
     def __call__(self, running: Running) -> None:
         running.ranks()[0].kill()
 
 
-class KillLast(Way):
+class KillLast(StopMethod):
     def __call__(self, running: Running) -> None:
         running.ranks()[1].kill()
 
 
-class TerminateLast(Way):
+class TerminateLast(StopMethod):
     def __call__(self, running: Running) -> None:
         running.ranks()[1].terminate()
 
 
-class PowerCut(Way):
+class PowerCut(StopMethod):
     def __call__(self, running: Running) -> None:
         for process in running.remaining_processes():
             process.kill()
 
 
-def wait_until_free(run: Path) -> None:
-    """A killed process has no environment to find it by, but may still be closing its files."""
+def wait_until_unlocked(run: Path) -> None:
+    """Wait until killed processes, which have no environment any more, have closed their files."""
     deadline = time.monotonic() + 10
     while RunFolder(run).is_locked():
         assert time.monotonic() < deadline, f"{run} is still locked"
         time.sleep(0.02)
 
 
-WAYS = {
+STOP_METHODS = {
     "SIGINT": Interrupt(),
     "Ctrl-C": ControlC(("--workers", "1")),
     "SIGTERM": Terminate(("--workers", "1")),
     "SIGHUP": HangUp(),
-    "rank 1 told to stop": TerminateLast(),
+    "rank 1 terminated": TerminateLast(),
     "launcher killed": KillLauncher(status=-signal.SIGKILL),
     "rank 1 killed": KillLast(status=2, saves=False),
     "rank 0 killed": KillFirst(status=2, saves=False),
@@ -296,28 +305,37 @@ WAYS = {
     "rank 1 killed, restarted": KillLast(("--restarts", "1"), status=0, restarts=True),
     "all killed": PowerCut(status=-signal.SIGKILL, saves=False),
 }
-ALONE = ("SIGINT", "Ctrl-C", "SIGTERM", "SIGHUP", "all killed")  # with one rank, which is the launcher itself
-EACH = [  # and how it resumes: by the command, or in ranks that exist already, which takes less time
+ON_ONE_RANK = ("SIGINT", "Ctrl-C", "SIGTERM", "SIGHUP", "all killed")  # the launcher is the rank
+# Plan, way to stop, and how the run resumes: by a command, by train() in existing ranks, which is faster,
+# or by restarts ("-").
+FAST_STOPS = [
     ("ddp", "Ctrl-C", "resume"),
     ("zero3", "rank 0 killed, restarted", "-"),
 ]
-NIGHTLY = ("zero1", "launcher killed", "train")
-FULL = [
-    (plan, way, "-" if stop.restarts else "resume")
+TRAIN_AFTER_KILL = ("zero1", "launcher killed", "train")
+ALL_STOPS = [
+    (plan, method, "-" if stop.restarts else "resume")
     for plan in PLANS
-    for way, stop in WAYS.items()
-    if plan != "single" or way in ALONE
+    for method, stop in STOP_METHODS.items()
+    if plan != "single" or method in ON_ONE_RANK
 ]
 
 
 @pytest.mark.parametrize(
-    ("plan", "way", "then"),
-    [*EACH, *[pytest.param(*case, marks=pytest.mark.slow) for case in [NIGHTLY, *FULL] if case not in EACH]],
+    ("plan", "method", "resume_by"),
+    [
+        *FAST_STOPS,
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [TRAIN_AFTER_KILL, *ALL_STOPS]
+            if case not in FAST_STOPS
+        ],
+    ],
 )
-def test_all_ways_to_stop(plan, way, then, task, tmp_path):
-    stop, size, run = WAYS[way], ON[plan], tmp_path / "r"
+def test_run_resumes_after_each_way_to_stop(plan, method, resume_by, task, tmp_path):
+    stop, size, run = STOP_METHODS[method], NUM_RANKS[plan], tmp_path / "r"
     spec = make_spec(task, steps=120, save=Save(every=4, minutes=NEVER))
-    train_run(size, spec, plan, tmp_path / "through")
+    train_run(size, spec, plan, tmp_path / "undisturbed")
     slow = set_sample_delay(tmp_path / "slow", 0.01)
     words = (
         "train",
@@ -332,7 +350,7 @@ def test_all_ways_to_stop(plan, way, then, task, tmp_path):
     )
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
         running.wait_until(
-            lambda: last_step(run) >= 6 and of_checkpoints(run), "at step 6, with a checkpoint"
+            lambda: last_step(run) >= 6 and checkpoint_steps(run), "at step 6, with a checkpoint"
         )
         stop(running)
         if stop.restarts:
@@ -341,36 +359,37 @@ def test_all_ways_to_stop(plan, way, then, task, tmp_path):
         assert result.status == stop.status, result.all
         running.wait_until_all_ended()
     assert "Traceback" not in result.out, result.all
-    wait_until_free(run)
+    wait_until_unlocked(run)
     if stop.restarts:
         assert [started.step > 0 for started in events_of_kind(run, Started)] == [False, True]
-        [why] = [event for event in events_of_kind(run, Failed) if event.what == "rank"]
+        [failed] = [event for event in events_of_kind(run, Failed) if event.what == "rank"]
+        rank = 0 if "0" in method else 1
         assert re.fullmatch(
-            rf"rank {int('0' not in way)} was killed by SIGKILL, after step \d+; all ranks are started again",
-            why.message,
+            rf"rank {rank} was killed by SIGKILL, after step \d+; all ranks are started again",
+            failed.message,
         )
-        assert why.message in result.out
+        assert failed.message in result.out
     else:
-        assert of_checkpoints(run)[-1] < 120, "it was not hit in the middle"
+        assert checkpoint_steps(run)[-1] < 120, "the run ended before it was stopped"
         if stop.saves:
             stopped = events_of_kind(run, Ended)[-1]
-            assert (stopped.reason, stopped.step) == ("stopped", of_checkpoints(run)[-1])
+            assert (stopped.reason, stopped.step) == ("stopped", checkpoint_steps(run)[-1])
         if stop.status == 75:
             assert "continue with: paceline resume r" in result.out
             assert result.err == ""
         if stop.status == 2:
-            rank, kept = (0 if "0" in way else 1), of_checkpoints(run)[-1]
+            rank, kept = (0 if "0" in method else 1), checkpoint_steps(run)[-1]
             hint = f"continue from step {kept} with: paceline resume r\n"
             message = f"paceline: rank {rank} was killed by SIGKILL, after step {last_step(run)}; {hint}"
             assert result.err.startswith(message), result.all
             assert [event.rank for event in events_of_kind(run, Failed) if not event.lost_peer] == [rank]
-        if then == "resume":
+        if resume_by == "resume":
             assert succeed("resume", "r", at=tmp_path).err == ""
         else:
             assert train_run(size, RunFolder(run).request()[0], plan, run)[-1].reason == "done"
-    if then != "train":
+    if resume_by != "train":
         assert events_of_kind(run, Ended)[-1].reason == "done"
-    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(tmp_path / "through"))
+    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(tmp_path / "undisturbed"))
 
 
 def test_second_signal_ends_the_run_at_once(task, tmp_path):
@@ -379,7 +398,7 @@ def test_second_signal_ends_the_run_at_once(task, tmp_path):
     words = ("train", request(spec, tmp_path), "--run-dir", "r", "--ranks", "2")
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
         running.wait_until(
-            lambda: last_step(tmp_path / "r") >= 4 and of_checkpoints(tmp_path / "r"),
+            lambda: last_step(tmp_path / "r") >= 4 and checkpoint_steps(tmp_path / "r"),
             "at step 4, with a checkpoint",
         )
         set_sample_delay(slow, 600)
@@ -389,29 +408,28 @@ def test_second_signal_ends_the_run_at_once(task, tmp_path):
         running.process.send_signal(signal.SIGINT)
         result = running.wait()
         running.wait_until_all_ended()
-    kept = of_checkpoints(tmp_path / "r")[-1]
+    kept = checkpoint_steps(tmp_path / "r")[-1]
     assert result.status == 75
     assert (
-        result.err
-        == f"paceline: stopped by SIGINT before all ranks had saved; continue from step {kept} with: "
-        "paceline resume r\n"
+        result.err == "paceline: stopped by SIGINT before all ranks had saved; "
+        f"continue from step {kept} with: paceline resume r\n"
     )
 
 
 @pytest.mark.slow
 def test_starting_ranks_end_if_their_launcher_is_killed(task, tmp_path):
-    """The launcher has the store of the rendezvous."""
+    """The launcher hosts the store of the rendezvous."""
     with start(
         "train", request(make_spec(task), tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path
     ) as running:
         running.wait_until(lambda: 1 in running.ranks(), "with two ranks")
-        late = running.ranks()[1]
-        late.suspend()  # so that the other rank waits for it
+        slow_rank = running.ranks()[1]
+        slow_rank.suspend()  # the other rank waits for it
         time.sleep(0.5)
         running.process.kill()
-        late.resume()
+        slow_rank.resume()
         running.wait_until_all_ended()
-    wait_until_free(tmp_path / "r")
+    wait_until_unlocked(tmp_path / "r")
     assert not events_of_kind(tmp_path / "r", Started)
     succeed("resume", "r", at=tmp_path)
     assert events_of_kind(tmp_path / "r", Ended)[-1].step == STEPS
@@ -446,25 +464,25 @@ def truncate(checkpoint: Path) -> str:
     return f"{path.name} has {size - 1} bytes, {size} were written"
 
 
-def lose_a_file(checkpoint: Path) -> str:
+def delete_a_file(checkpoint: Path) -> str:
     path = min(checkpoint.glob("*.distcp"))
     path.unlink()
     return f"{path.name}: No such file or directory"
 
 
-def lose_the_index(checkpoint: Path) -> str:
+def delete_the_index(checkpoint: Path) -> str:
     (checkpoint / "checkpoint.json").unlink()
     return "its checkpoint.json cannot be read"
 
 
-def tear_the_index(checkpoint: Path) -> str:
+def truncate_the_index(checkpoint: Path) -> str:
     os.truncate(checkpoint / "checkpoint.json", 100)
     return "its checkpoint.json cannot be read"
 
 
 def change_the_index(checkpoint: Path) -> str:
     index = checkpoint / "checkpoint.json"
-    index.write_text(edited(index.read_text(), '"seed": 5', '"seed": 7'))
+    index.write_text(replace_text(index.read_text(), '"seed": 5', '"seed": 7'))
     return "its checkpoint.json has another checksum than when it was written"
 
 
@@ -478,7 +496,15 @@ def replace_save(spec: Spec, **fields) -> Spec:
     return spec.model_copy(update={"save": Save(**{"minutes": NEVER} | fields)})
 
 
-DAMAGES = [flip_a_byte, truncate, lose_a_file, lose_the_index, tear_the_index, change_the_index, empty]
+CHECKPOINT_DAMAGES = [
+    flip_a_byte,
+    truncate,
+    delete_a_file,
+    delete_the_index,
+    truncate_the_index,
+    change_the_index,
+    empty,
+]
 EVERY_3 = Save(every=3, minutes=NEVER, keep=9)
 
 
@@ -486,25 +512,25 @@ EVERY_3 = Save(every=3, minutes=NEVER, keep=9)
 def with_checkpoints(task, tmp_path_factory) -> tuple[Spec, Path, Path]:
     """Return a request, a run that stopped after checkpoints of steps 3, 6 and 8, and an undisturbed run."""
     spec, folder = make_spec(task, steps=14, save=EVERY_3), tmp_path_factory.mktemp("checkpoints")
-    train_run(2, spec, "zero3", folder / "through")
+    train_run(2, spec, "zero3", folder / "undisturbed")
     train_run(2, spec, "zero3", folder / "stopped", 7)
     specs.save(folder / "stopped/spec.toml", spec, Launch(ranks=2, plan="zero3"))
-    assert of_checkpoints(folder / "stopped") == [3, 6, 8]
-    return spec, folder / "stopped", folder / "through"
+    assert checkpoint_steps(folder / "stopped") == [3, 6, 8]
+    return spec, folder / "stopped", folder / "undisturbed"
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", CHECKPOINT_DAMAGES)
 def test_damaged_checkpoint_is_named_and_skipped(damage, with_checkpoints, tmp_path):
-    spec, stopped, through = with_checkpoints
+    spec, stopped, undisturbed = with_checkpoints
     run = tmp_path / "r"
     shutil.copytree(stopped, run)
-    why = damage(run / "ckpt/step_8")
+    reason = damage(run / "ckpt/step_8")
     started, *_, ended = train_run(2, spec, "zero3", run)
     assert (started.step, ended.reason, ended.step) == (6, "done", 14)
     [note] = started.notes
     assert f"{run}/ckpt/step_8 is damaged" in note
-    assert why in note
-    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(through))
+    assert reason in note
+    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(undisturbed))
 
 
 def test_each_damaged_checkpoint_is_named(with_checkpoints, tmp_path):
@@ -518,17 +544,17 @@ def test_each_damaged_checkpoint_is_named(with_checkpoints, tmp_path):
 
 
 def test_run_without_a_complete_checkpoint_starts_again_with_a_note(with_checkpoints, tmp_path):
-    spec, stopped, through = with_checkpoints
+    spec, stopped, undisturbed = with_checkpoints
     shutil.copytree(stopped, tmp_path / "r")
     for step in (3, 6, 8):
         flip_a_byte(tmp_path / f"r/ckpt/step_{step}")
     started, *_ = train_run(2, spec, "zero3", tmp_path / "r")
     assert (started.step, len(started.notes)) == (0, 3)
-    assert not unequal_tensors(checkpoint_weights(tmp_path / "r"), checkpoint_weights(through))
+    assert not unequal_tensors(checkpoint_weights(tmp_path / "r"), checkpoint_weights(undisturbed))
 
 
 def test_unfinished_checkpoint_is_deleted(with_checkpoints, tmp_path):
-    spec, stopped, through = with_checkpoints
+    spec, stopped, undisturbed = with_checkpoints
     run = tmp_path / "r"
     shutil.copytree(stopped, run)
     shutil.copytree(run / "ckpt/step_8", run / "ckpt/.step_9")
@@ -538,7 +564,7 @@ def test_unfinished_checkpoint_is_deleted(with_checkpoints, tmp_path):
     assert {path.name for path in (run / "ckpt").iterdir()} == {
         f"step_{step}" for step in (3, 6, 8, 9, 12, 14)
     }
-    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(through))
+    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(undisturbed))
 
 
 def test_damaged_checkpoint_does_not_replace_a_complete_one(with_checkpoints, tmp_path):
@@ -555,25 +581,25 @@ def test_damaged_checkpoint_does_not_replace_a_complete_one(with_checkpoints, tm
     assert (started.step, started.notes) == (ended.step, ())
 
 
-def test_damaged_older_checkpoint_does_no_harm(with_checkpoints, tmp_path):
-    spec, stopped, through = with_checkpoints
+def test_damaged_older_checkpoint_is_ignored(with_checkpoints, tmp_path):
+    spec, stopped, undisturbed = with_checkpoints
     run = tmp_path / "r"
     shutil.copytree(stopped, run)
-    lose_the_index(run / "ckpt/step_3")
+    delete_the_index(run / "ckpt/step_3")
     started, *_ = train_run(2, spec, "zero3", run)
     assert started.step == 8
-    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(through))
+    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(undisturbed))
 
 
 def test_export_takes_the_last_complete_checkpoint_and_refuses_a_damaged_one(with_checkpoints, tmp_path):
     run = tmp_path / "r"
     shutil.copytree(with_checkpoints[1], run)
-    why = flip_a_byte(run / "ckpt/step_8")
+    reason = flip_a_byte(run / "ckpt/step_8")
     result = succeed("export", "r", "w.safetensors", at=tmp_path)
     assert "r/ckpt/step_8 is damaged and was skipped" in result.out
     assert "of r/ckpt/step_6" in result.out
     refused = paceline("export", "r", "w8.safetensors", "--step", "8", at=tmp_path)
-    assert (refused.status, refused.err) == (2, f"paceline: checkpoint r/ckpt/step_8 is damaged: {why}\n")
+    assert (refused.status, refused.err) == (2, f"paceline: checkpoint r/ckpt/step_8 is damaged: {reason}\n")
     assert not (tmp_path / "w8.safetensors").exists()
     absent = paceline("export", "r", "w7.safetensors", "--step", "7", at=tmp_path)
     assert (absent.status, absent.err) == (
@@ -586,38 +612,38 @@ def test_export_takes_the_last_complete_checkpoint_and_refuses_a_damaged_one(wit
 
 
 def test_last_and_best_checkpoints_are_kept(task, tmp_path):
-    """The model memorizes random points, so that an early checkpoint has the best validation loss."""
+    """The model memorizes random points, so an early checkpoint has the best validation loss."""
     save = Save(every=2, minutes=NEVER, keep=2, best="min loss")
     spec = make_spec(task, steps=20, save=save, validation=17).model_copy(update={"evaluate_every": 4})
     events = train_run(1, spec, "single", tmp_path / "r")
     losses = {event.step: event.metrics["loss"] for event in events if isinstance(event, Evaluated)}
     best = min(losses, key=losses.__getitem__)
     assert best < 18
-    assert of_checkpoints(tmp_path / "r") == [best, 18, 20]
+    assert checkpoint_steps(tmp_path / "r") == [best, 18, 20]
     assert {event.step for event in events if isinstance(event, Saved)} == {*range(2, 21, 2)}
 
 
 def test_better_model_is_saved_at_once(task, tmp_path):
-    """It is saved also if no save is due, and remembered after a stop."""
+    """The best model is saved even if no save is due, and the best score survives a stop."""
     spec = make_spec(task, steps=21, save=Save(minutes=NEVER, keep=1), validation=17).model_copy(
         update={"evaluate_every": 3}
     )
-    events = train_run(1, spec, "single", tmp_path / "through")
+    events = train_run(1, spec, "single", tmp_path / "undisturbed")
     losses = {event.step: event.metrics["loss"] for event in events if isinstance(event, Evaluated)}
     best = [
         step for step in losses if losses[step] == min(losses[other] for other in losses if other <= step)
     ]
     assert [event.step for event in events if isinstance(event, Saved)] == sorted({*best, 21})
-    assert of_checkpoints(tmp_path / "through") == sorted({best[-1], 21})
+    assert checkpoint_steps(tmp_path / "undisturbed") == sorted({best[-1], 21})
     train_run(1, spec, "single", tmp_path / "stopped", 16)
     train_run(1, spec, "single", tmp_path / "stopped")
-    assert of_checkpoints(tmp_path / "stopped") == of_checkpoints(tmp_path / "through")
+    assert checkpoint_steps(tmp_path / "stopped") == checkpoint_steps(tmp_path / "undisturbed")
 
 
 def test_nan_metric_is_never_the_best(task, tmp_path):
     source = (
-        command.TASK + '\n    def metrics(self, output, batch):\n        return {"score": (output - '
-        "batch[1]).mean(-1).log()}\n"
+        command.TASK + "\n    def metrics(self, output, batch):\n"
+        '        return {"score": (output - batch[1]).mean(-1).log()}\n'
     )
     path = write_task(tmp_path, source, "nan.py")
     spec = make_spec(path, steps=9, save=Save(minutes=NEVER, keep=1, best="max score"), validation=17)
@@ -627,19 +653,19 @@ def test_nan_metric_is_never_the_best(task, tmp_path):
     assert [event.step for event in events if isinstance(event, Saved)] == [9]
 
 
-@pytest.mark.parametrize(("minutes", "often"), [(1e-6, True), (NEVER, False)])
-def test_save_minutes(minutes, often, task, tmp_path):
+@pytest.mark.parametrize(("minutes", "is_often"), [(1e-6, True), (NEVER, False)])
+def test_save_minutes_sets_the_checkpoint_interval(minutes, is_often, task, tmp_path):
     events = train_run(2, make_spec(task, save=Save(minutes=minutes, keep=2)), "ddp", tmp_path / "r")
     saved = [event.step for event in events if isinstance(event, Saved)]
-    assert (len(saved) > 3) == often
+    assert (len(saved) > 3) == is_often
     assert saved[-1] == STEPS
 
 
 # A full disk
 
 
-def test_failed_save_does_no_other_harm(task, tmp_path):
-    """For a while files cannot exceed 200 kB: less than a checkpoint, more than the list of events."""
+def test_training_continues_after_a_failed_save(task, tmp_path):
+    """For a while, files cannot exceed 200 kB: less than a checkpoint, more than the event file."""
     run, slow = tmp_path / "r", set_sample_delay(tmp_path / "slow", 0.004)
     spec = make_spec(task, steps=60, save=Save(every=3, minutes=NEVER), width=256)
     with start(
@@ -649,8 +675,8 @@ def test_failed_save_does_no_other_harm(task, tmp_path):
         for rank in running.ranks().values():
             rank.rlimit(psutil.RLIMIT_FSIZE, (200_000, psutil.RLIM_INFINITY))
         running.wait_until(lambda: bool(events_of_kind(run, Failed)), "failed to save")
-        kept = of_checkpoints(run)
-        assert all(not weights_are_damaged(run, step) for step in kept)
+        kept = checkpoint_steps(run)
+        assert all(not is_damaged(run, step) for step in kept)
         for rank in running.ranks().values():
             rank.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
         slow.unlink()
@@ -660,20 +686,19 @@ def test_failed_save_does_no_other_harm(task, tmp_path):
     last = max(event.step for event in events_of_kind(run, Saved) if event.step < failed.step)
     assert failed.what == "save"
     assert (
-        failed.message
-        == f"checkpoint of step {failed.step} was not written: File too large; the last good checkpoint "
-        f"is step {last}"
+        failed.message == f"checkpoint of step {failed.step} was not written: File too large; "
+        f"the last good checkpoint is step {last}"
     )
     assert failed.message in result.out
-    assert of_checkpoints(run)[-1] == 60
+    assert checkpoint_steps(run)[-1] == 60
     assert not list((run / "ckpt").glob(".*"))
-    train_run(2, spec, "ddp", tmp_path / "through")
-    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(tmp_path / "through"))
+    train_run(2, spec, "ddp", tmp_path / "undisturbed")
+    assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(tmp_path / "undisturbed"))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_state_of_one_rank_of_two_is_no_checkpoint(tmp_path):
-    """torch writes it if the process group is gone when the writing thread starts, as after a failure."""
+def test_checkpoint_without_the_state_of_all_ranks_is_refused(tmp_path):
+    """torch writes such a checkpoint if the process group is gone when the writing thread starts."""
     index = checkpoint.Index(
         step=4,
         samples=8,
@@ -698,7 +723,7 @@ def test_state_of_one_rank_of_two_is_no_checkpoint(tmp_path):
         assert final.exists() == kept
 
 
-def weights_are_damaged(run: Path, step: int) -> bool:
+def is_damaged(run: Path, step: int) -> bool:
     return (
         checkpoint.verify_files(
             RunFolder(run).checkpoint(step), checkpoint.read_index(RunFolder(run).checkpoint(step))
@@ -721,24 +746,24 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
-def test_full_disk_fails_a_run_only_if_the_last_checkpoint_is_lost(task, small_disk, tmp_path):
+def test_full_disk_fails_a_run_only_if_its_last_checkpoint_is_not_written(task, small_disk, tmp_path):
     """The disk has the whole run with events, logs and TensorBoard files. Two checkpoints of 2.4 MB fit."""
     run = small_disk / "r"
     spec = make_spec(task, steps=12, save=Save(every=3, minutes=NEVER), width=256)
     result = paceline("train", request(spec, tmp_path), "--run-dir", run, "--ranks", "2", at=tmp_path)
     assert result.status == 2, result.all
-    why = (
-        "the training came to step 12 of 12, but its last checkpoint was not written: No space left on "
-        "device; "
+    message = (
+        "the training came to step 12 of 12, but its last checkpoint was not written: "
+        "No space left on device; "
         f"the last good checkpoint is step 6; make room in {run}/ckpt, then: paceline resume {run}"
     )
-    assert result.err == f"paceline: {why}\n"
-    assert succeed("status", run, at=tmp_path).out.startswith(f"{run}: failed after step 12 of 12: {why}")
+    assert result.err == f"paceline: {message}\n"
+    assert succeed("status", run, at=tmp_path).out.startswith(f"{run}: failed after step 12 of 12: {message}")
     assert (
         "checkpoint of step 9 was not written: No space left on device; the last good checkpoint is step 6"
         in result.out
     )
-    assert of_checkpoints(run) == [3, 6]
+    assert checkpoint_steps(run) == [3, 6]
     assert not list((run / "ckpt").glob(".*"))
     assert [(event.what, event.step) for event in events_of_kind(run, Failed) if event.what == "save"] == [
         ("save", 9),
@@ -746,29 +771,33 @@ def test_full_disk_fails_a_run_only_if_the_last_checkpoint_is_lost(task, small_d
     ]
     assert events_of_kind(run, Ended) == []
     shutil.copytree(run, tmp_path / "more room")
-    train_run(2, spec, "ddp", tmp_path / "through")
+    train_run(2, spec, "ddp", tmp_path / "undisturbed")
     train_run(2, spec, "ddp", tmp_path / "more room")
     assert not unequal_tensors(
-        checkpoint_weights(tmp_path / "more room"), checkpoint_weights(tmp_path / "through")
+        checkpoint_weights(tmp_path / "more room"), checkpoint_weights(tmp_path / "undisturbed")
     )
 
 
-def test_file_size_limit(task, tmp_path):
-    """Set by `ulimit -f`, in 512 bytes: no checkpoint fits, nor all events. One rank, without a launcher."""
+def test_run_without_room_for_a_checkpoint_fails_and_resumes(task, tmp_path):
+    """With `ulimit -f 16`, 8 KiB, neither a checkpoint nor all events fit. One rank, without a launcher."""
     spec = make_spec(task, steps=40, save=Save(every=10, minutes=NEVER))
-    limited = ("sh", "-c", 'ulimit -f 16; exec "$@"', "sh", *command.PACELINE)
-    result = paceline("train", request(spec, tmp_path), "--run-dir", "r", at=tmp_path, program=limited)
+    limited_program = ("sh", "-c", 'ulimit -f 16; exec "$@"', "sh", *command.PACELINE)
+    result = paceline(
+        "train", request(spec, tmp_path), "--run-dir", "r", at=tmp_path, program=limited_program
+    )
     assert result.status == 2, result.all
-    why = (
+    message = (
         "the training came to step 40 of 40, but its last checkpoint was not written: File too large; "
         "there is no checkpoint; make room in "
     )
-    assert result.err.startswith(f"paceline: {why}")
+    assert result.err.startswith(f"paceline: {message}")
     assert "Traceback" not in result.err
     assert "done" not in succeed("status", "r", at=tmp_path).out
     assert "checkpoint  step 40" in succeed("resume", "r", at=tmp_path).out
-    train_run(1, spec, "single", tmp_path / "through")
-    assert not unequal_tensors(checkpoint_weights(tmp_path / "r"), checkpoint_weights(tmp_path / "through"))
+    train_run(1, spec, "single", tmp_path / "undisturbed")
+    assert not unequal_tensors(
+        checkpoint_weights(tmp_path / "r"), checkpoint_weights(tmp_path / "undisturbed")
+    )
 
 
 # Runs that cannot be resumed
@@ -785,13 +814,13 @@ def stopped(tmp_path_factory) -> Path:
     return at
 
 
-def edited(text: str, was: str, now: str) -> str:
-    assert was in text
-    return text.replace(was, now)
+def replace_text(text: str, old: str, new: str) -> str:
+    assert old in text
+    return text.replace(old, new)
 
 
 @pytest.mark.parametrize(
-    ("file", "was", "now", "message"),
+    ("file", "old", "new", "message"),
     [
         (
             "r/spec.toml",
@@ -817,11 +846,11 @@ def edited(text: str, was: str, now: str) -> str:
     ],
     ids=["task", "task file", "--set", "batch", "seed", "data"],
 )
-def test_changed_training_is_refused(file, was, now, message, stopped, tmp_path):
+def test_changed_training_is_refused(file, old, new, message, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     run = RunFolder(tmp_path / "r")
-    run.spec.write_text(edited(run.spec.read_text(), str(stopped), str(tmp_path)))
-    (tmp_path / file).write_text(edited((tmp_path / file).read_text(), was, now))
+    run.spec.write_text(replace_text(run.spec.read_text(), str(stopped), str(tmp_path)))
+    (tmp_path / file).write_text(replace_text((tmp_path / file).read_text(), old, new))
     with pytest.raises(CheckpointError) as caught:
         next(train(specs.load_own(run.spec, {}, edited=True)[0], world=World(), run=run))
     assert str(caught.value).startswith(
@@ -831,30 +860,30 @@ def test_changed_training_is_refused(file, was, now, message, stopped, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("file", "was", "now", "message"),
+    ("file", "old", "new", "message"),
     [
         ("my.py", "width: int = 10", "width: int = 12", "r/ckpt/step_2 is of another model: "),
         ("r/spec.toml", "batch = 24", "bach = 24", "unknown key bach; did you mean batch?"),
     ],
     ids=["model", "key"],
 )
-def test_refusal_is_one_sentence(file, was, now, message, stopped, tmp_path):
+def test_refusal_is_one_sentence(file, old, new, message, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     run = RunFolder(tmp_path / "r")
-    run.spec.write_text(edited(run.spec.read_text(), str(stopped), str(tmp_path)))
-    (tmp_path / file).write_text(edited((tmp_path / file).read_text(), was, now))
+    run.spec.write_text(replace_text(run.spec.read_text(), str(stopped), str(tmp_path)))
+    (tmp_path / file).write_text(replace_text((tmp_path / file).read_text(), old, new))
     result = paceline("resume", "r", "--edited", at=tmp_path)
     assert result.status == 2, result.all
     assert result.err.startswith(f"paceline: {message}"), result.all
     assert result.err.count("\n") == 1
-    assert of_checkpoints(run.path) == [2]
+    assert checkpoint_steps(run.path) == [2]
 
 
 def without_line(text: bytes, start: bytes) -> bytes:
     return b"".join(line for line in text.splitlines(keepends=True) if not line.startswith(start))
 
 
-DAMAGE = {
+REQUEST_DAMAGES = {
     "empty": lambda text: b"",
     "cut": lambda text: text[: len(text) // 2],
     "zeros": lambda text: bytes(len(text)),
@@ -863,7 +892,7 @@ DAMAGE = {
     "a digit": lambda text: text.replace(b"lr = 0.01", b"lr = 0.03"),
     "the last line lost": lambda text: without_line(text, b"# checksum"),
     "the last byte lost": lambda text: text[:-1],
-    "a line behind": lambda text: text + b"threads = 1\n",
+    "a line added": lambda text: text + b"threads = 1\n",
 }
 
 
@@ -872,7 +901,7 @@ def test_damaged_request_is_refused_and_kept(stopped, tmp_path):
     run = RunFolder(tmp_path / "r")
     whole = run.spec.read_bytes()
     assert b"lr = 0.01" in whole
-    for name, damage in DAMAGE.items():
+    for name, damage in REQUEST_DAMAGES.items():
         run.spec.write_bytes(damage(whole))
         assert run.spec.read_bytes() != whole, name
         found = paceline("resume", "r", at=tmp_path)
@@ -881,19 +910,19 @@ def test_damaged_request_is_refused_and_kept(stopped, tmp_path):
         assert run.spec.read_bytes() == damage(whole), name
         assert not run.next_spec.exists()
     for name in ("empty", "cut", "a table lost"):
-        run.spec.write_bytes(DAMAGE[name](whole))
+        run.spec.write_bytes(REQUEST_DAMAGES[name](whole))
         found = paceline("resume", "r", "--edited", at=tmp_path)
         assert found.status == 2, (name, found.all)
-        assert run.spec.read_bytes() == DAMAGE[name](whole), name
+        assert run.spec.read_bytes() == REQUEST_DAMAGES[name](whole), name
     assert "r/spec.toml lacks optimizer.name and " in found.err, found.all
     run.spec.write_bytes(whole)
-    succeed("resume", "r", "--steps", "3", at=tmp_path)  # the control
+    succeed("resume", "r", "--steps", "3", at=tmp_path)  # positive control: the intact request
 
 
 def test_edited_request_is_accepted_with_the_option(stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     run = RunFolder(tmp_path / "r")
-    run.spec.write_text(edited(run.spec.read_text(), "lr = 0.01", "lr = 0.03"))
+    run.spec.write_text(replace_text(run.spec.read_text(), "lr = 0.01", "lr = 0.03"))
     succeed("resume", "r", "--edited", "--steps", "3", at=tmp_path)
     assert run.request()[0].optimizer.lr == 0.03
     assert events_of_kind(run.path, Step)[-1].lr == 0.03
@@ -905,17 +934,15 @@ def test_request_is_replaced_only_when_the_new_one_starts(ranks, stopped, tmp_pa
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     run = RunFolder(tmp_path / "r")
     (tmp_path / "my.py").write_text(
-        edited((tmp_path / "my.py").read_text(), "samples: int = 53", "samples: int = 54")
+        replace_text((tmp_path / "my.py").read_text(), "samples: int = 53", "samples: int = 54")
     )
-    run.spec.write_text(edited(run.spec.read_text(), str(stopped), str(tmp_path)))
+    run.spec.write_text(replace_text(run.spec.read_text(), str(stopped), str(tmp_path)))
     before = run.spec.read_bytes()
     found = paceline("resume", "r", "--edited", "--lr", "0.5", "--ranks", str(ranks), at=tmp_path)
     assert found.status != 0
     assert "made with training samples 53, got 54" in found.err, found.all
     assert (run.spec.read_bytes(), run.next_spec.exists()) == (before, False)
-    assert of_checkpoints(run.path) == [2], (
-        "a run that was not made by this command is not deleted with its failure"
-    )
+    assert checkpoint_steps(run.path) == [2], "a failed command does not delete a run that it did not create"
 
 
 def test_finished_run_resumes_only_with_more_steps(stopped, tmp_path):
@@ -927,7 +954,7 @@ def test_finished_run_resumes_only_with_more_steps(stopped, tmp_path):
         "paceline: r is done: it was trained to step 4; train longer with --epochs or --steps\n",
     )
     flip_a_byte(tmp_path / "r/ckpt/step_4")
-    assert "damaged" in succeed("resume", "r", at=tmp_path).out, "what is damaged is not done"
+    assert "damaged" in succeed("resume", "r", at=tmp_path).out, "a damaged checkpoint does not count as done"
     assert succeed("resume", "r", "--epochs", "3", at=tmp_path).out.count("step 7  done") == 1
     assert [event.step for event in events_of_kind(tmp_path / "r", Ended)] == [4, 4, 7]
 
