@@ -1,4 +1,4 @@
-"""Axes that meet: each mixture trains as one process does, and lays out what it says."""
+"""Plans with several axes train like one process and divide parameters and state as specified."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +32,8 @@ pytestmark = pytest.mark.processes
 
 RTOL = 1e-10
 ADAMW = Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
-SGD = Optimizer(
-    name="sgd", lr=0.05, weight_decay=0.1
-)  # Adam divides the gradient of a bias of the keys, which is 0, by itself
+# For models with a bias of the keys: its gradient is 0 up to rounding, and Adam would divide it by itself.
+SGD = Optimizer(name="sgd", lr=0.05, weight_decay=0.1)
 CLIPPED = SGD.model_copy(update={"clip": 0.1})
 
 
@@ -42,7 +41,7 @@ def make_spec(optimizer: Optimizer = SGD, **more: Any) -> Spec:
     return Spec(**{"steps": 3, "batch": 8, "seed": 3, "precision": "fp64", "optimizer": optimizer, **more})
 
 
-# A sequence that is split in a pipeline
+# Context parallelism in a pipeline
 
 
 SLOW = pytest.mark.slow
@@ -58,11 +57,11 @@ SLOW = pytest.mark.slow
         pytest.param(sequences.Encoder(batch_first=False, mask="causal"), marks=SLOW),
         pytest.param(
             sequences.Variant(kind="causal mask"), marks=SLOW
-        ),  # rotary tables, and values that go to every block
+        ),  # rotary tables, and values that all blocks read
     ],
     ids=str,
 )
-def test_sequences_in_a_pipeline(task: Task) -> None:
+def test_context_parallel_pipeline_equals_one_process(task: Task) -> None:
     if isinstance(task, sequences.Llama):
         pytest.importorskip("transformers")
     assert not differences_from_single(4, "pp=2,cp=2,microbatches=2", task, make_spec())
@@ -77,11 +76,11 @@ def test_sequences_in_a_pipeline(task: Task) -> None:
         pytest.param("pp_schedule=gpipe,zero=1,recompute=full", marks=SLOW),
     ],
 )
-def test_sequences_under_every_schedule(plan: str) -> None:
+def test_context_parallel_pipeline_under_each_schedule(plan: str) -> None:
     assert not differences_from_single(4, f"pp=2,cp=2,microbatches=2,{plan}", models.Text(), make_spec(ADAMW))
 
 
-EIGHT = [
+PLANS_FOR_EIGHT_RANKS = [
     "pp=2,cp=2,dp=2,microbatches=2",
     "pp=2,cp=2,dp=2,microbatches=2,zero=1",
     "pp=2,cp=2,dp=2,microbatches=2,zero=3,pp_schedule=zbv",
@@ -94,23 +93,23 @@ EIGHT = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", EIGHT)
+@pytest.mark.parametrize("plan", PLANS_FOR_EIGHT_RANKS)
 @pytest.mark.parametrize(
     "task",
     [models.Text(), sequences.Encoder(mask="causal"), sequences.Llama(tied=True), sequences.Llama()],
     ids=str,
 )
-def test_eight_ranks(task: Task, plan: str) -> None:
+def test_three_axes_on_eight_ranks_equal_one_process(task: Task, plan: str) -> None:
     spec = make_spec()
     try:
         validate_plan(spec, parse(plan).resolve(8), task)
     except PlanError:
-        pytest.skip("too few parts")
+        pytest.skip("the model has too few stages")
     assert not differences_from_single(8, plan, task, spec)
 
 
-def test_evaluation_in_slices(tmp_path: Path) -> None:
-    """Its batches have other shapes, and the last one is short."""
+def test_evaluation_of_a_context_parallel_pipeline(tmp_path: Path) -> None:
+    """Evaluation batches have other shapes, and the last batch is smaller."""
     file = tmp_path / "text"
     file.write_text("Riders in a paceline take turns at the front. " * 20)
     task = text.Text(file=str(file), width=16, depth=2, heads=2, context=16)
@@ -118,15 +117,15 @@ def test_evaluation_in_slices(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dropout_in_slices() -> None:
-    """Each stage and slice has a stream of its own, and draws the same again."""
+def test_dropout_of_a_context_parallel_pipeline_is_reproducible() -> None:
+    """Each stage and slice has a separate random stream. A second run draws the same values."""
     task, spec = sequences.Variant(kind="dropout"), make_spec()
     first = train_on_ranks(4, task, spec, "pp=2,cp=2,microbatches=2")
     assert not differences(train_on_ranks(4, task, spec, "pp=2,cp=2,microbatches=2"), first, 0.0)
     assert differences(first, train_on_ranks(1, task, spec, "single"), 1e-3)
 
 
-def refused(task: Task, plan: str) -> str:
+def refusal(task: Task, plan: str) -> str:
     with pytest.raises(PlanError) as raised:
         train_on_this_rank(task, make_spec(), plan)
     return str(raised.value)
@@ -152,13 +151,13 @@ def refused(task: Task, plan: str) -> str:
     ],
     ids=str,
 )
-def test_what_is_refused_in_one_stage_is_refused_on_all_ranks(task: Task, message: str) -> None:
-    for said in ranks(4)(refused, task, "pp=2,cp=2,microbatches=2"):
-        assert message in said
+def test_unsupported_block_is_refused_on_all_ranks(task: Task, message: str) -> None:
+    for error in ranks(4)(refusal, task, "pp=2,cp=2,microbatches=2"):
+        assert message in error
 
 
 class OneBlock(sequences.Llama):
-    """Most of the parameters are in one block, which a pipeline cuts inside."""
+    """Most of the parameters are in one block, so a pipeline cuts inside it."""
 
     def model(self) -> torch.nn.Module:
         whole: Any = super().model()
@@ -166,7 +165,7 @@ class OneBlock(sequences.Llama):
         return whole
 
 
-def test_blocks_are_not_cut_inside_and_across() -> None:
+def test_pipeline_inside_a_block_excludes_context_parallelism() -> None:
     pytest.importorskip("transformers")
     with pytest.raises(
         PlanError, match=r"pp can cut model.layers.0, which has most of the parameters, and cp needs it whole"
@@ -174,7 +173,7 @@ def test_blocks_are_not_cut_inside_and_across() -> None:
         validate_plan(make_spec(), parse("pp=2,cp=2").resolve(4), OneBlock())
 
 
-# Optimizer state that is dealt out where parameters are cut
+# Optimizer state that is sharded by parameter, for parameters that are already sharded
 
 
 @pytest.mark.parametrize(
@@ -185,51 +184,54 @@ def test_blocks_are_not_cut_inside_and_across() -> None:
         pytest.param("cp=2,tp=2,microbatches=2,zero=1", sequences.Encoder(), CLIPPED, marks=SLOW),
     ],
 )
-def test_dealt_state(plan: str, task: Task, optimizer: Optimizer) -> None:
+def test_sharded_state_equals_one_process(plan: str, task: Task, optimizer: Optimizer) -> None:
     assert not differences_from_single(4, plan, task, make_spec(optimizer))
 
 
 @dataclass(frozen=True)
-class Held:
+class RankElements:
+    """Numbers of elements on a rank."""
+
     parameters: int
     state: int
 
 
-def held(plan: str) -> Held:
-    task, me, spec = sequences.Encoder(), read_world(), make_spec(ADAMW)
-    on_ranks = parse(plan).resolve(me.size)
-    laid = build_training(spec, on_ranks, me, task, torch.device("cpu"))
-    laid.update([example_batch(spec, task, on_ranks)] * on_ranks.microbatches, 0, 1.0)
-    state = [value for of in laid.step.optimizer.state.values() for value in of.values() if value.dim()]
-    return Held(elements(laid.step.params), elements(state))
+def count_elements_on_rank(plan: str) -> RankElements:
+    task, world, spec = sequences.Encoder(), read_world(), make_spec(ADAMW)
+    resolved = parse(plan).resolve(world.size)
+    training = build_training(spec, resolved, world, task, torch.device("cpu"))
+    training.update([example_batch(spec, task, resolved)] * resolved.microbatches, 0, 1.0)
+    states = training.step.optimizer.state.values()
+    state = [value for values in states for value in values.values() if value.dim()]
+    return RankElements(count_elements(training.step.params), count_elements(state))
 
 
-def elements(tensors: Any) -> int:
+def count_elements(tensors: Any) -> int:
     return sum(local_tensor(tensor).numel() for tensor in tensors)
 
 
 @pytest.mark.parametrize("axis", ["pp=2,microbatches=2", pytest.param("tp=2", marks=SLOW)])
-def test_state_is_dealt_out(axis: str) -> None:
-    whole, dealt = (ranks(4)(held, f"dp=2,{axis},zero={zero}") for zero in (0, 1))
-    assert [of.parameters for of in dealt] == [of.parameters for of in whole]
-    assert [of.state for of in whole] == [2 * of.parameters for of in whole]
-    assert 2 * sum(of.state for of in dealt) == sum(of.state for of in whole)
-    assert all(of.state < 0.75 * there.state for of, there in zip(dealt, whole, strict=True))
+def test_zero1_shards_state_in_mixtures(axis: str) -> None:
+    whole, sharded = (ranks(4)(count_elements_on_rank, f"dp=2,{axis},zero={zero}") for zero in (0, 1))
+    assert [rank.parameters for rank in sharded] == [rank.parameters for rank in whole]
+    assert [rank.state for rank in whole] == [2 * rank.parameters for rank in whole]
+    assert 2 * sum(rank.state for rank in sharded) == sum(rank.state for rank in whole)
+    assert all(part.state < 0.75 * full.state for part, full in zip(sharded, whole, strict=True))
 
 
-def test_dealing() -> None:
+def test_balance_by_size() -> None:
     assert optim.balance_by_size([1, 5, 3, 3], 2) == [0, 0, 1, 1]
     assert optim.balance_by_size([], 2) == []
 
 
-# Tied weights of which both holders are one rank
+# Tied weights in two stages on one rank
 
 
 @pytest.mark.parametrize("zero", [0, pytest.param(1, marks=SLOW), pytest.param(3, marks=SLOW)])
 @pytest.mark.parametrize(
     "task", [models.Text(), pytest.param(stacks.HuggingFace(), marks=SLOW)], ids=["text", "llama"]
 )
-def test_tied_on_one_rank(task: Task, zero: int) -> None:
+def test_tied_weights_on_one_rank_equal_one_process(task: Task, zero: int) -> None:
     if isinstance(task, stacks.HuggingFace):
         pytest.importorskip("transformers")
     assert not differences_from_single(
@@ -240,7 +242,7 @@ def test_tied_on_one_rank(task: Task, zero: int) -> None:
 # Checkpoints
 
 
-def kept(plan: str, steps: int, run: Path) -> None:
+def train_run(plan: str, steps: int, run: Path) -> None:
     list(train(make_spec(CLIPPED, steps=steps), parse(plan), task=sequences.Encoder(), run=RunFolder(run)))
 
 
@@ -251,15 +253,15 @@ def kept(plan: str, steps: int, run: Path) -> None:
         pytest.param(("dp=2,pp=2,microbatches=2,zero=1", "pp=2,cp=2,microbatches=2,zero=3"), marks=SLOW),
     ],
 )
-def test_resumed_under_another_mixture(plans: tuple[str, str], tmp_path: Path) -> None:
-    """And then on one process."""
+def test_checkpoint_resumes_under_another_mixture(plans: tuple[str, str], tmp_path: Path) -> None:
+    """The run continues under a second mixture, and then on one process."""
     whole, run = tmp_path / "whole", tmp_path / "run"
     for path, plan, steps in (
         (whole, "single", 4),
         *((run, plan, at) for at, plan in enumerate((*plans, "single"), start=2)),
     ):
         path.mkdir(exist_ok=True)
-        ranks(1 if plan == "single" else 4)(kept, plan, steps, path)
+        ranks(1 if plan == "single" else 4)(train_run, plan, steps, path)
     expected, found = (checkpoint.load_weights(RunFolder(path).checkpoint(4)) for path in (whole, run))
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
@@ -269,35 +271,37 @@ def test_resumed_under_another_mixture(plans: tuple[str, str], tmp_path: Path) -
 # Negative controls
 
 
-def not_sent() -> Any:
-    """Each rank keeps what it has updated to itself."""
+def updates_not_broadcast() -> Any:
+    """Ranks do not broadcast the parameters that they update."""
 
-    def by(original: Any) -> Any:
-        def deal(optimizer: torch.optim.Optimizer) -> None:
+    def patch(original: Any) -> Any:
+        def shard(optimizer: torch.optim.Optimizer) -> None:
             original(optimizer)
             optimizer._optimizer_step_post_hooks.clear()
 
-        return deal
+        return shard
 
-    return replaced(optim, "_shard_by_parameter", by)
+    return replaced(optim, "_shard_by_parameter", patch)
 
 
-def copy_forgotten() -> Any:
-    """The gradient of one of two holders is dropped."""
+def tied_gradient_dropped() -> Any:
+    """Drop the gradient of one of two tied weights."""
 
-    def by(original: Any) -> Any:
+    def patch(original: Any) -> Any:
         def sum_gradients(self: TiedWeightSync) -> None:
-            for _, stage, own in self.copies:
-                getattr(stage, own).grad = None
+            for _, stage, name in self.copies:
+                getattr(stage, name).grad = None
             original(self)
 
         return sum_gradients
 
-    return replaced(TiedWeightSync, "sum_gradients", by)
+    return replaced(TiedWeightSync, "sum_gradients", patch)
 
 
-def copy_not_renewed() -> Any:
-    def by(original: Any) -> Any:
+def tied_copy_not_renewed() -> Any:
+    """Renew the copies of tied weights only once."""
+
+    def patch(original: Any) -> Any:
         def renew(self: TiedWeightSync) -> None:
             if not hasattr(self, "renewed"):
                 original(self)
@@ -305,11 +309,11 @@ def copy_not_renewed() -> Any:
 
         return renew
 
-    return replaced(TiedWeightSync, "renew_copies", by)
+    return replaced(TiedWeightSync, "renew_copies", patch)
 
 
-def forgotten_factor() -> Any:
-    """The gradient of a slice is not multiplied by the ranks that share the sequence."""
+def slice_gradient_not_scaled() -> Any:
+    """Do not multiply the gradient of a slice by the number of ranks that share the sequence."""
     return replaced(
         ring_attention.GatherSlices,
         "backward",
@@ -320,17 +324,19 @@ def forgotten_factor() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("plant", "plan"),
+    ("fault", "plan"),
     [
-        (copy_forgotten, "dp=2,pp=2,microbatches=2,pp_schedule=zbv"),
-        (copy_not_renewed, "dp=2,pp=2,microbatches=2,pp_schedule=zbv,zero=2"),
-        (forgotten_factor, "pp=2,cp=2,microbatches=2"),
+        (tied_gradient_dropped, "dp=2,pp=2,microbatches=2,pp_schedule=zbv"),
+        (tied_copy_not_renewed, "dp=2,pp=2,microbatches=2,pp_schedule=zbv,zero=2"),
+        (slice_gradient_not_scaled, "pp=2,cp=2,microbatches=2"),
     ],
 )
-def test_what_is_wrong_is_caught(plant: Any, plan: str) -> None:
-    assert differences_from_single(4, plan, models.Text(), make_spec(), plant)
+def test_faults_are_detected(fault: Any, plan: str) -> None:
+    assert differences_from_single(4, plan, models.Text(), make_spec(), fault)
 
 
-def test_state_that_is_not_sent_is_caught() -> None:
+def test_missing_broadcast_of_updates_is_detected() -> None:
     with pytest.raises(AssertionError, match="differs from the others"):
-        differences_from_single(4, "dp=2,pp=2,microbatches=2,zero=1", models.Text(), make_spec(), not_sent)
+        differences_from_single(
+            4, "dp=2,pp=2,microbatches=2,zero=1", models.Text(), make_spec(), updates_not_broadcast
+        )

@@ -72,27 +72,27 @@ RTOL = {"fp64": 1e-12, "fp32": 1e-5}
 Case = tuple[int, str, int, type[Task], str, str]  # ranks, plan, microbatches, task, recipe, precision
 
 
-ALL: list[
-    Case
-] = []  # the recipes dealt out over plans, micro-batches and tasks; each plan with each recipe for one task
-FEW: list[Case] = []  # each plan with each task, recipes and micro-batches dealt out
+# Recipes alternate over plans, micro-batches and tasks. One task has each plan with each recipe.
+ALL_CASES: list[Case] = []
+# Each plan with each task; recipes and micro-batches alternate.
+FAST_CASES: list[Case] = []
 for (p, (size, plan)), (m, microbatches), (t, task), (r, recipe) in product(
     *map(enumerate, (PLANS, MICRO, TASKS, RECIPES))
 ):
-    dealt = r == (p + m + t) % len(RECIPES)
-    if dealt or task is models.Text:
-        ALL += [(size, plan, microbatches, task, recipe, precision) for precision in RTOL]
-    if dealt and m == (p + t // 2) % len(MICRO):
-        FEW += ALL[-2:] if task in (models.Images, models.Text) else ALL[-2:-1]
+    is_chosen = r == (p + m + t) % len(RECIPES)
+    if is_chosen or task is models.Text:
+        ALL_CASES += [(size, plan, microbatches, task, recipe, precision) for precision in RTOL]
+    if is_chosen and m == (p + t // 2) % len(MICRO):
+        FAST_CASES += ALL_CASES[-2:] if task in (models.Images, models.Text) else ALL_CASES[-2:-1]
 
 
-def name(case: Case) -> str:
+def case_id(case: Case) -> str:
     size, plan, microbatches, task, recipe, precision = case
     return f"{size}-{plan}-micro{microbatches}-{task.__name__}-{recipe}-{precision}"
 
 
 def make_spec(recipe: str, precision: str) -> Spec:
-    """Train five steps, which cross the end of an epoch."""
+    """Return a request of five steps, which cross the end of an epoch."""
     optimizer, schedule = RECIPES[recipe]
     return Spec(steps=5, batch=8, seed=3, precision=precision, optimizer=optimizer, schedule=schedule)  # type: ignore[arg-type]
 
@@ -102,7 +102,7 @@ def one_process(task: type[Task], recipe: str, precision: str, microbatches: int
     return train_on_ranks(1, task(), make_spec(recipe, precision), f"single,microbatches={microbatches}")
 
 
-def check(case: Case) -> None:
+def check_equals_one_process(case: Case) -> None:
     size, plan, microbatches, task, recipe, precision = case
     found = train_on_ranks(size, task(), make_spec(recipe, precision), f"{plan},microbatches={microbatches}")
     # BatchNorm computes its statistics on a micro-batch
@@ -110,15 +110,15 @@ def check(case: Case) -> None:
     assert not differences(found, expected, RTOL[precision])
 
 
-@pytest.mark.parametrize("case", FEW, ids=name)
-def test_every_plan_and_task(case: Case) -> None:
-    check(case)
+@pytest.mark.parametrize("case", FAST_CASES, ids=case_id)
+def test_each_plan_and_task_equals_one_process(case: Case) -> None:
+    check_equals_one_process(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in ALL if case not in FEW], ids=name)
-def test_all_combinations(case: Case) -> None:
-    check(case)
+@pytest.mark.parametrize("case", [case for case in ALL_CASES if case not in FAST_CASES], ids=case_id)
+def test_all_combinations_equal_one_process(case: Case) -> None:
+    check_equals_one_process(case)
 
 
 @pytest.mark.parametrize("task", [models.Points, models.Text])
@@ -132,7 +132,7 @@ def test_all_combinations(case: Case) -> None:
         (4, "hsdp,replicate=4"),
     ],
 )
-def test_other_meshes(size: int, plan: str, task: type[Task]) -> None:
+def test_other_meshes_equal_one_process(size: int, plan: str, task: type[Task]) -> None:
     spec = make_spec("adamw-clip-cosine", "fp64").model_copy(update={"batch": 12})
     assert not differences(
         train_on_ranks(size, task(), spec, plan), train_on_ranks(1, task(), spec, "single"), 1e-12
@@ -142,21 +142,21 @@ def test_other_meshes(size: int, plan: str, task: type[Task]) -> None:
 @pytest.mark.parametrize("recipe", ["adamw-clip-cosine", "sgd"])
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "ddp,microbatches=2", "zero2", "zero3,microbatches=2"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_parameters_used_on_some_ranks(size: int, plan: str, recipe: str) -> None:
+def test_parameters_used_on_some_ranks_equal_one_process(size: int, plan: str, recipe: str) -> None:
     found = train_on_ranks(size, models.Routed(), make_spec(recipe, "fp64"), plan)
     assert not differences(found, one_process(models.Routed, recipe, "fp64"), 1e-12)
 
 
 @pytest.mark.parametrize("recipe", ["adamw-clip-cosine", "sgd"])
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2,microbatches=2", "zero3", "hsdp"])
-def test_scalar_parameter(plan: str, recipe: str) -> None:
-    """Plans that shard weights keep it whole."""
+def test_scalar_parameter_equals_one_process(plan: str, recipe: str) -> None:
+    """Plans that shard weights do not shard it."""
     found = train_on_ranks(2, models.Temperature(), make_spec(recipe, "fp64"), plan)
     assert not differences(found, one_process(models.Temperature, recipe, "fp64"), 1e-12)
 
 
 @pytest.mark.parametrize("plan", ["tp=2,dp=2", "tp=2,dp=2,zero=1", "pp=2,dp=2,zero=3"])
-def test_scalar_parameter_in_mixtures(plan: str) -> None:
+def test_scalar_parameter_in_mixtures_equals_one_process(plan: str) -> None:
     spec = make_spec("adamw-clip-cosine", "fp64")
     assert not differences(
         train_on_ranks(4, models.Tempered(), spec, plan),
@@ -166,8 +166,8 @@ def test_scalar_parameter_in_mixtures(plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])
-def test_batch_norm_of_each_rank(plan: str) -> None:
-    """Each rank normalizes like a micro-batch; but running statistics are updated once, not twice."""
+def test_local_batch_norm_equals_micro_batches(plan: str) -> None:
+    """Each rank normalizes like a micro-batch, but updates the running statistics once, not twice."""
     spec = make_spec("sgd", "fp64").model_copy(update={"steps": 1})
     found = train_on_ranks(2, models.NormedImages(), spec.model_copy(update={"batch_norm": "local"}), plan)
     assert any("batch_norm=local" in note for note in found.notes)
@@ -177,14 +177,14 @@ def test_batch_norm_of_each_rank(plan: str) -> None:
     assert found.losses == pytest.approx(halves.losses, rel=1e-12)
     assert (
         relative_difference(found.weights["1.running_mean"], whole.weights["1.running_mean"]) < 1e-12
-    )  # the mean of the ranks' means
+    )  # the mean over the ranks of their means
     assert relative_difference(found.weights["1.running_var"], whole.weights["1.running_var"]) > 1e-6
     for name, weight in found.weights.items():
         if "running" not in name and "num_batches" not in name:
             assert relative_difference(weight, halves.weights[name]) < 1e-12, name
 
 
-def refused(task: Task, plan: str, error: type[Error] = PlanError) -> str:
+def refusal(task: Task, plan: str, error: type[Error] = PlanError) -> str:
     with pytest.raises(error) as raised:
         train_on_this_rank(task, make_spec("sgd", "fp64"), plan)
     return str(raised.value)
@@ -193,14 +193,14 @@ def refused(task: Task, plan: str, error: type[Error] = PlanError) -> str:
 @pytest.mark.parametrize(
     ("size", "plan"), [(1, "single,microbatches=2"), (2, "ddp"), (2, "zero3,microbatches=2")]
 )
-def test_items_that_vary_need_weights(size: int, plan: str) -> None:
+def test_varying_number_of_items_requires_weights(size: int, plan: str) -> None:
     """Their number in the global batch is unknown before the backward pass, so the training is refused."""
-    for message in ranks(size)(refused, models.Ragged(), plan, TaskError):
+    for message in ranks(size)(refusal, models.Ragged(), plan, TaskError):
         assert "define weights(batch)" in message
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3", "ddp,microbatches=2"])
-def test_bf16(plan: str) -> None:
+def test_bf16_equals_one_process_to_its_precision(plan: str) -> None:
     """Results agree to bf16 precision: products over the samples of a rank are rounded before the sum."""
     spec = make_spec("adamw-clip-cosine", "fp32").model_copy(update={"precision": "bf16"})
     found, expected = (
@@ -213,8 +213,8 @@ def test_bf16(plan: str) -> None:
 
 
 @dataclass(frozen=True)
-class Held:
-    """The elements of a model and its optimizer on a rank."""
+class RankElements:
+    """Numbers of elements of a model and its optimizer on a rank."""
 
     parameters: int
     state: int
@@ -222,53 +222,53 @@ class Held:
     whole_after_forward: bool
 
 
-def held(plan: str) -> Held:
-    task, me = models.Text(), read_world()
+def count_elements_on_rank(plan: str) -> RankElements:
+    task, world = models.Text(), read_world()
     prepared = build_training(
-        make_spec("adamw-step", "fp32"), parse(plan).resolve(me.size), me, task, torch.device("cpu")
+        make_spec("adamw-step", "fp32"), parse(plan).resolve(world.size), world, task, torch.device("cpu")
     )
     batch = default_collate([task.dataset("train")[i] for i in range(8)])  # type: ignore[index]
     prepared.update([batch], 0, 1.0)
     state = local_optimizer(prepared.update.optimizer).state.values()
-    here = Held(
-        parameters=elements(prepared.model.parameters()),
-        state=elements(value for of in state for value in of.values() if value.dim()),
+    counts = RankElements(
+        parameters=count_elements(prepared.model.parameters()),
+        state=count_elements(value for values in state for value in values.values() if value.dim()),
         units=sum(isinstance(module, FSDPModule) for module in prepared.model.modules()),
         whole_after_forward=False,
     )
     call_model(task, prepared.update.model, batch)
     return replace(
-        here,
+        counts,
         whole_after_forward=not any(
             isinstance(parameter, DTensor) for parameter in prepared.model.blocks.parameters()
         ),
     )
 
 
-def elements(tensors: Iterable[torch.Tensor]) -> int:
+def count_elements(tensors: Iterable[torch.Tensor]) -> int:
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() for tensor in tensors)
 
 
-def test_plans_distribute_what_they_claim() -> None:
-    """Each plan saves the memory that it exists for."""
-    [whole] = ranks(1)(held, "single")
+def test_plans_shard_parameters_and_optimizer_state() -> None:
+    """Each plan saves the memory that it promises to save."""
+    [whole] = ranks(1)(count_elements_on_rank, "single")
     assert whole.state == 2 * whole.parameters
-    assert ranks(2)(held, "ddp") == [whole] * 2
+    assert ranks(2)(count_elements_on_rank, "ddp") == [whole] * 2
     for size in (2, 4):
-        zero1 = ranks(size)(held, "zero1")
-        assert {of.parameters for of in zero1} == {whole.parameters}
-        assert sum(of.state for of in zero1) == whole.state
-        assert max(of.state for of in zero1) < 0.75 * whole.state
+        zero1 = ranks(size)(count_elements_on_rank, "zero1")
+        assert {rank.parameters for rank in zero1} == {whole.parameters}
+        assert sum(rank.state for rank in zero1) == whole.state
+        assert max(rank.state for rank in zero1) < 0.75 * whole.state
         for plan, copies in (("zero2", 1), ("zero3", 1), ("hsdp", 2)):
-            shards = ranks(size)(held, plan)
-            assert sum(of.parameters for of in shards) == copies * whole.parameters
-            assert sum(of.state for of in shards) == copies * whole.state
-            assert {of.units for of in shards} == {4}
-            assert {of.whole_after_forward for of in shards} == {plan == "zero2"}
+            shards = ranks(size)(count_elements_on_rank, plan)
+            assert sum(rank.parameters for rank in shards) == copies * whole.parameters
+            assert sum(rank.state for rank in shards) == copies * whole.state
+            assert {rank.units for rank in shards} == {4}
+            assert {rank.whole_after_forward for rank in shards} == {plan == "zero2"}
 
 
-def test_tasks_are_sensitive_to_errors() -> None:
-    """Recipes, tasks and plans differ in what they compute, so that errors cannot hide."""
+def test_recipes_and_tasks_give_different_results() -> None:
+    """If two recipes or tasks computed the same, an error could hide."""
     assert (one_process(models.Idle, "sgd", "fp64").weights["spare"] == 1).all()
     assert len(one_process(models.Text, "sgd", "fp64").weights) == len(list(models.Gpt().parameters()))
     assert len(set(models.Text().dataset("train").columns["mask"].sum(1).tolist())) > 5
@@ -278,57 +278,57 @@ def test_tasks_are_sensitive_to_errors() -> None:
         )
 
 
-# Negative controls: the comparison above must catch these planted errors.
+# Negative controls: the comparison above must detect these faults.
 
 
-def scaled_by_ranks() -> Any:
+def gradient_summed_over_ranks() -> Any:
     """Sum the gradient over the ranks instead of averaging it."""
 
-    def by(original: Any) -> Any:
+    def patch(original: Any) -> Any:
         def update(self: step.TrainingStep, lr_factor: float) -> Any:
             scale_(self.params, self.data_ranks)
             return original(self, lr_factor)
 
         return update
 
-    return replaced(step.TrainingStep, "update", by)
+    return replaced(step.TrainingStep, "update", patch)
 
 
-def sample_skipped() -> Any:
+def sample_taken_from_another_rank() -> Any:
     """Give the last rank a sample of another rank, once."""
 
-    def by(original: Any) -> Any:
+    def patch(original: Any) -> Any:
         def numbers(self: RankBatchSlice, step: int) -> Numbers:
-            found = original(self, step)
+            samples = original(self, step)
             if step == 2 and self.rank == self.ranks - 1:
-                found[-1, -1] += 1
-            return found
+                samples[-1, -1] += 1
+            return samples
 
         return numbers
 
-    return replaced(RankBatchSlice, "numbers", by)
+    return replaced(RankBatchSlice, "numbers", patch)
 
 
-def mean_of_means() -> Any:
+def loss_averaged_per_rank() -> Any:
     """Average the loss over the items of each rank, and then over the ranks."""
 
-    def by(original: Any) -> Any:
-        class OfThisRank:
+    def patch(original: Any) -> Any:
+        class RankWeight:
             def __init__(self, task: Task, batches: Any, counted: bool):
                 self.sum = sum(task.weights(batch).sum().double() for batch in batches)
 
             def result(self) -> torch.Tensor:
                 return self.sum * dist.get_world_size()
 
-        return OfThisRank
+        return RankWeight
 
-    return replaced(step, "GlobalWeight", by)
+    return replaced(step, "GlobalWeight", patch)
 
 
-def zero_for_none() -> Any:
+def zeros_for_missing_gradients() -> Any:
     """Give parameters without a gradient a gradient of zeros."""
 
-    def by(original: Any) -> Any:
+    def patch(original: Any) -> Any:
         def update(self: step.TrainingStep, lr_factor: float) -> Any:
             for parameter in self.params:
                 if parameter.grad is None:
@@ -337,48 +337,46 @@ def zero_for_none() -> Any:
 
         return update
 
-    return replaced(step.TrainingStep, "update", by)
+    return replaced(step.TrainingStep, "update", patch)
 
 
-def clipped_by_shard() -> Any:
+def gradient_clipped_by_shard_norm() -> Any:
     """Clip on each rank by the norm of its shard."""
 
-    def by(original: Any) -> Any:
-        def whole(self: GradientNorm) -> torch.Tensor:
+    def patch(original: Any) -> Any:
+        def shard_norm(self: GradientNorm) -> torch.Tensor:
             return combine_norms(
                 [grad.norm() for grad in local_gradients(self.params) if grad.numel()], self.device
             )
 
-        return whole
+        return shard_norm
 
-    return replaced(GradientNorm, "global_norm", by)
+    return replaced(GradientNorm, "global_norm", patch)
 
 
 @pytest.mark.parametrize(
-    ("plant", "task", "recipe", "plans"),
+    ("fault", "task", "recipe", "plans"),
     [
-        (scaled_by_ranks, models.Images, "adamw-clip-cosine", "ddp zero1 zero2 zero3 hsdp"),
-        (scaled_by_ranks, models.Images, "adamw-step", "ddp zero1 zero2 zero3 hsdp"),
-        (scaled_by_ranks, models.Text, "sgd", "ddp zero1 zero2 zero3 hsdp"),
-        (sample_skipped, models.Images, "sgd", "ddp zero1 zero2 zero3 hsdp"),
-        (sample_skipped, models.Images, "adamw-clip-cosine", "ddp zero3"),
-        (mean_of_means, models.Text, "sgd", "ddp zero1 zero2 zero3 hsdp"),
-        (zero_for_none, models.Idle, "sgd", "ddp zero1 zero2 zero3 hsdp"),
-        (clipped_by_shard, models.Images, "nesterov-clip-linear", "zero2 zero3 hsdp"),
+        (gradient_summed_over_ranks, models.Images, "adamw-clip-cosine", "ddp zero1 zero2 zero3 hsdp"),
+        (gradient_summed_over_ranks, models.Images, "adamw-step", "ddp zero1 zero2 zero3 hsdp"),
+        (gradient_summed_over_ranks, models.Text, "sgd", "ddp zero1 zero2 zero3 hsdp"),
+        (sample_taken_from_another_rank, models.Images, "sgd", "ddp zero1 zero2 zero3 hsdp"),
+        (sample_taken_from_another_rank, models.Images, "adamw-clip-cosine", "ddp zero3"),
+        (loss_averaged_per_rank, models.Text, "sgd", "ddp zero1 zero2 zero3 hsdp"),
+        (zeros_for_missing_gradients, models.Idle, "sgd", "ddp zero1 zero2 zero3 hsdp"),
+        (gradient_clipped_by_shard_norm, models.Images, "nesterov-clip-linear", "zero2 zero3 hsdp"),
     ],
 )
 @pytest.mark.parametrize("precision", ["fp64", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_planted_errors_are_caught(
-    plant: Any, task: type[Task], recipe: str, plans: str, precision: str
-) -> None:
+def test_faults_are_detected(fault: Any, task: type[Task], recipe: str, plans: str, precision: str) -> None:
     for plan in plans.split():
-        found = train_on_ranks(2 if plan != "hsdp" else 4, task(), make_spec(recipe, precision), plan, plant)
+        found = train_on_ranks(2 if plan != "hsdp" else 4, task(), make_spec(recipe, precision), plan, fault)
         assert differences(found, one_process(task, recipe, precision), 10 * RTOL[precision])
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("plan", ["single", "ddp", "zero3"])
-def test_recomputation_changes_nothing(plan: str, recompute: str) -> None:
+def test_recomputation_equals_one_process(plan: str, recompute: str) -> None:
     spec = Spec(batch=8, steps=3, precision="fp64")
     task = models.Text()
     found = train_on_ranks(1 if plan == "single" else 2, task, spec, f"{plan},recompute={recompute}")
