@@ -34,7 +34,7 @@ from slurm import Slurm, wait_until
 
 pytestmark = pytest.mark.processes
 
-ASKED = (
+TRAIN_OPTIONS = (
     "--steps",
     "60",
     "--batch",
@@ -53,10 +53,10 @@ ASKED = (
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same training on one process."""
-    at = tmp_path_factory.mktemp("alone")
+    """Return the run folder of the same training on one process."""
+    at = tmp_path_factory.mktemp("single")
     write_task(at)
-    succeed("train", "my.py:Regression", *ASKED, "--run-dir", "r", at=at)
+    succeed("train", "my.py:Regression", *TRAIN_OPTIONS, "--run-dir", "r", at=at)
     return at / "r"
 
 
@@ -72,35 +72,37 @@ def is_open(port: int) -> bool:
     return False
 
 
-def is_undisturbed(run: Path, reference: Path) -> None:
-    """Assert that the losses equal those of one process. Of repeated steps the last event counts."""
+def check_losses(run: Path, reference: Path) -> None:
+    """Assert that the losses equal those of one process. The last event of a repeated step counts."""
     losses = {step.step: step.loss for step in events_of_kind(run, Step)}
     assert [losses[step] for step in range(1, 61)] == pytest.approx(
         [step.loss for step in events_of_kind(reference, Step)], rel=1e-10
     )
 
 
-def process(run: Path, kind: str, rank: int | None = None) -> psutil.Process:
+def find_process(run: Path, kind: str, rank: int | None = None) -> psutil.Process:
     """Return the process of a rank or of an agent of a run."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.cmdline()[1:5] == ["-m", "paceline", kind, str(run)]:
-                own = process.environ()
-                if rank is None or int(own["RANK" if kind == "rank" else "SLURM_PROCID"]) == rank:
+                environ = process.environ()
+                if rank is None or int(environ["RANK" if kind == "rank" else "SLURM_PROCID"]) == rank:
                     return process
     raise AssertionError(f"there is no {kind} {rank} of {run}")
 
 
-# Agents that are started as srun would start them
+# Agents, started like srun starts them
 
 
 class Agents:
+    """Two agents of one run, on nodes of `network` or on this machine."""
+
     def __init__(self, folder: Path, nodes: list[network.Node] | None):
         set_sample_delay(folder / "slow", 0.01)
         self.run, self.folder, self.nodes = folder / "r", folder, nodes
         write_task(folder)
         self.processes: list[subprocess.Popen[str]] = []
-        request(folder)
+        create_run(folder)
 
     def start(self) -> None:
         hosts = ",".join(node.address for node in self.nodes) if self.nodes else "localhost,localhost"
@@ -148,9 +150,9 @@ class Agents:
             time.sleep(0.05)
 
 
-def request(folder: Path) -> None:
+def create_run(folder: Path) -> None:
     """Create the folder of a run that has not started."""
-    asked = {
+    request = {
         "task": f"{folder}/my.py:Regression",
         "plan": "zero1",
         "ranks": 2,
@@ -159,61 +161,62 @@ def request(folder: Path) -> None:
         "device": "cpu",
         "steps": 60,
     }
-    asked |= {"batch": 24, "precision": "fp64", "profile": False, "save.every": 4, "set.dropout": 0.0}
-    create(folder / "r", *specs.load(None, asked))
+    request |= {"batch": 24, "precision": "fp64", "profile": False, "save.every": 4, "set.dropout": 0.0}
+    create(folder / "r", *specs.load(None, request))
 
 
 @contextlib.contextmanager
-def agents(folder: Path, nodes: list[network.Node] | None = None, **launch: object) -> Iterator[Agents]:
+def start_agents(folder: Path, nodes: list[network.Node] | None = None, **launch: object) -> Iterator[Agents]:
     group = Agents(folder, nodes)
     run = RunFolder(group.run)
-    spec, asked = run.request()
-    more = {key: launch.pop(key) for key in list(launch) if key in type(spec).model_fields}
-    run.write_request(spec.model_copy(update=more), asked.model_copy(update=launch))
+    spec, old_launch = run.request()
+    of_spec = {key: launch.pop(key) for key in list(launch) if key in type(spec).model_fields}
+    run.write_request(spec.model_copy(update=of_spec), old_launch.model_copy(update=launch))
     group.start()
     try:
         yield group
     finally:
-        for left in find_marked_processes(group.mark):
+        for process in find_marked_processes(group.mark):
             with contextlib.suppress(psutil.NoSuchProcess):
-                left.kill()
+                process.kill()
         for agent in group.processes:
             agent.communicate()
 
 
 @pytest.mark.slow
-def test_a_killed_rank_restarts_all_ranks(reference: Path, tmp_path: Path) -> None:
+def test_killed_rank_restarts_all_ranks(reference: Path, tmp_path: Path) -> None:
     """The second failure has no restart left and is reported once. Weights equal an undisturbed run."""
-    with agents(tmp_path) as group:
+    with start_agents(tmp_path) as group:
         group.wait_until(lambda: RunFolder(group.run).checkpoints() != [], "saved")
-        process(group.run, "rank", 1).kill()
-        group.wait_until(lambda: len(events_of_kind(group.run, Started)) == 2, "again")
-        again = events_of_kind(group.run, Started)[-1]
-        group.wait_until(lambda: last_step(group.run) > again.step + 5, "on")
-        process(group.run, "rank", 1).kill()
-        (first, _, message), (second, _, silent) = group.wait()
-    assert (first, second, silent) == (2, 2, "")
+        find_process(group.run, "rank", 1).kill()
+        group.wait_until(lambda: len(events_of_kind(group.run, Started)) == 2, "restarted")
+        second_start = events_of_kind(group.run, Started)[-1]
+        group.wait_until(lambda: last_step(group.run) > second_start.step + 5, "further")
+        find_process(group.run, "rank", 1).kill()
+        (first, _, message), (second, _, other_message) = group.wait()
+    assert (first, second, other_message) == (2, 2, "")
     assert message.startswith("paceline: rank 1 "), message
     assert "killed by SIGKILL, after step " in message
     assert message.count("paceline: ") == 1
     [restarted] = [event for event in events_of_kind(group.run, Failed) if event.what == "node"]
     assert restarted.message.startswith(f"rank 1 on {platform.node()} was killed by SIGKILL, after step ")
     assert "; all ranks are restarted on 2 nodes: " in restarted.message
-    assert (again.plan, again.ranks) == ("zero1", 2)
+    assert (second_start.plan, second_start.ranks) == ("zero1", 2)
     (tmp_path / "slow").unlink()
     succeed("resume", "r", "--nodes", "1", "--restarts", "0", at=tmp_path)
-    is_undisturbed(group.run, reference)
+    check_losses(group.run, reference)
 
 
 @pytest.mark.slow
-def test_a_lost_store_of_the_agents_is_reported(tmp_path: Path) -> None:
-    """The store ends with the first agent. Its ranks ask the others to save."""
-    with agents(tmp_path) as group:
+def test_lost_store_of_the_agents_is_reported(tmp_path: Path) -> None:
+    """The store ends with the first agent. Its ranks ask the other ranks to save."""
+    with start_agents(tmp_path) as group:
         group.wait_until(lambda: last_step(group.run) >= 6, "at step 6")
         group.processes[0].kill()
         (_, _, _), (status, _, message) = group.wait(40)
         group.wait_until(
-            lambda: not [left for left in find_marked_processes(group.mark) if left.is_running()], "all ended"
+            lambda: not any(process.is_running() for process in find_marked_processes(group.mark)),
+            "all ended",
         )
     assert status == 2, message
     assert message.startswith("paceline: node "), message
@@ -224,10 +227,10 @@ def test_a_lost_store_of_the_agents_is_reported(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_torchrun_continues_on_fewer_nodes(reference: Path, tmp_path: Path) -> None:
     write_task(tmp_path)
-    request(tmp_path)
+    create_run(tmp_path)
     slow, run = set_sample_delay(tmp_path / "slow", 0.01), tmp_path / "r"
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
     conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
     words = [
         "--nnodes=1:2",
@@ -247,14 +250,14 @@ def test_torchrun_continues_on_fewer_nodes(reference: Path, tmp_path: Path) -> N
         "paceline",
     ]
     env = {"SLOW": str(slow), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with contextlib.ExitStack() as held:
-        first = held.enter_context(start("resume", "r", at=tmp_path, program=program, **env))
-        first.wait_until(lambda: is_open(port), "open")  # this agent has the store
-        other = held.enter_context(start("resume", "r", at=tmp_path, program=program, **env))
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(start("resume", "r", at=tmp_path, program=program, **env))
+        first.wait_until(lambda: is_open(port), "open")  # this agent hosts the store
+        other = stack.enter_context(start("resume", "r", at=tmp_path, program=program, **env))
         first.wait_until(lambda: last_step(run) >= 6, "at step 6")
         for process in other.remaining_processes():
             process.kill()
-        first.wait_until(lambda: len(events_of_kind(run, Started)) == 2, "again")
+        first.wait_until(lambda: len(events_of_kind(run, Started)) == 2, "restarted")
         slow.unlink()
         result = first.wait()
     assert result.status == 0, result.all
@@ -262,25 +265,25 @@ def test_torchrun_continues_on_fewer_nodes(reference: Path, tmp_path: Path) -> N
         (2, "zero1"),
         (1, "single"),
     ]
-    is_undisturbed(run, reference)
+    check_losses(run, reference)
 
 
 @pytest.mark.slow
 @pytest.mark.network
 class TestNetwork:
-    def test_a_cut_link(self, reference: Path, tmp_path: Path) -> None:
-        """No process is notified: the ranks time out, and continue on the node of the store."""
-        with network.nodes(2) as nodes, agents(tmp_path, nodes, least_nodes=1, timeout_s=6.0) as group:
+    def test_training_continues_without_the_node_of_a_cut_link(self, reference: Path, tmp_path: Path) -> None:
+        """No process gets a signal: the ranks time out and continue on the node that hosts the store."""
+        with network.nodes(2) as nodes, start_agents(tmp_path, nodes, least_nodes=1, timeout_s=6.0) as group:
             group.wait_until(lambda: last_step(group.run) >= 6, "at step 6")
             network._run(f"ip -n {nodes[1].name} link set {network.DEVICE} down")
-            group.wait_until(lambda: len(events_of_kind(group.run, Started)) == 2, "again", 60)
+            group.wait_until(lambda: len(events_of_kind(group.run, Started)) == 2, "restarted", 60)
             (tmp_path / "slow").unlink()
             (first, out, err), (second, _, lost) = group.wait()
         assert (first, err) == (0, "")
         assert second == 2
         assert (
-            lost == f"paceline: node {nodes[1].name} ends: it could not reach node {nodes[0].address}, where "
-            "the agents meet, for 20 s\n"
+            lost == f"paceline: node {nodes[1].name} ends: it could not reach node {nodes[0].address}, "
+            "where the agents meet, for 20 s\n"
         )
         [failure] = [event for event in events_of_kind(group.run, Failed) if event.what == "node"]
         assert failure.message.startswith(f"node {nodes[1].name} with rank 1 was lost, after step "), failure
@@ -289,7 +292,7 @@ class TestNetwork:
             (2, "zero1"),
             (1, "single"),
         ]
-        is_undisturbed(group.run, reference)
+        check_losses(group.run, reference)
 
 
 @pytest.mark.slow
@@ -304,7 +307,7 @@ class TestSlurm:
             *PACELINE,
             "submit",
             "my.py:Regression",
-            *ASKED,
+            *TRAIN_OPTIONS,
             "--plan",
             "zero1",
             "--run-dir",
@@ -318,14 +321,14 @@ class TestSlurm:
         )
         return done.stdout.split()[-1]
 
-    def test_a_lost_node(self, cluster: Slurm, reference: Path, tmp_path: Path) -> None:
-        """The job continues on the other node, with the losses of an undisturbed training."""
+    def test_job_continues_without_a_lost_node(self, cluster: Slurm, reference: Path, tmp_path: Path) -> None:
+        """The job continues on the other node with the losses of an undisturbed training."""
         run = tmp_path / "r"
         job = self.submit(cluster, tmp_path, "--nodes", "1:2", "--restarts", "2")
         wait_until(lambda: last_step(run) >= 6, "at step 6", run)
         cluster.power_off("n2")
         try:
-            wait_until(lambda: len(events_of_kind(run, Started)) == 2, "again", run)
+            wait_until(lambda: len(events_of_kind(run, Started)) == 2, "restarted", run)
             (tmp_path / "slow").unlink()
             cluster.wait_for_state(job, "COMPLETED")
         finally:
@@ -340,9 +343,9 @@ class TestSlurm:
             (2, "zero1"),
             (1, "single"),
         ]
-        is_undisturbed(run, reference)
+        check_losses(run, reference)
 
-    def test_fewer_nodes_than_the_least(self, cluster: Slurm, tmp_path: Path) -> None:
+    def test_job_fails_with_fewer_nodes_than_its_minimum(self, cluster: Slurm, tmp_path: Path) -> None:
         run = tmp_path / "r"
         job = self.submit(cluster, tmp_path, "--nodes", "2", "--restarts", "2", "--timeout", "6")
         wait_until(lambda: last_step(run) >= 6, "at step 6", run)
@@ -357,7 +360,9 @@ class TestSlurm:
         assert "a restart requires at least 2 nodes; continue from step " in log
         assert "Traceback" not in log
 
-    def test_a_lost_first_node(self, cluster: Slurm, reference: Path, tmp_path: Path) -> None:
+    def test_job_is_requeued_after_the_loss_of_its_first_node(
+        self, cluster: Slurm, reference: Path, tmp_path: Path
+    ) -> None:
         """The job script and the store are lost with it, so the whole job is requeued."""
         run = tmp_path / "r"
         job = self.submit(cluster, tmp_path, "--nodes", "1:2", "--restarts", "2")
@@ -368,9 +373,11 @@ class TestSlurm:
         cluster.restore("n1")
         wait_until(lambda: cluster.state(job) == "COMPLETED", "completed", run)
         assert events_of_kind(run, Ended)[-1].reason == "done"
-        is_undisturbed(run, reference)
+        check_losses(run, reference)
 
-    def test_a_job_saves_at_its_time_limit(self, cluster: Slurm, reference: Path, tmp_path: Path) -> None:
+    def test_job_saves_at_its_time_limit_and_continues(
+        self, cluster: Slurm, reference: Path, tmp_path: Path
+    ) -> None:
         run = tmp_path / "r"
         job = self.submit(cluster, tmp_path, "--nodes", "2", "--restarts", "2")
         wait_until(lambda: last_step(run) >= 6, "at step 6", run)
@@ -380,15 +387,15 @@ class TestSlurm:
         (tmp_path / "slow").unlink()
         cluster.wait_for_state(job, "COMPLETED", timeout_s=120)
         assert not events_of_kind(run, Failed)
-        is_undisturbed(run, reference)
+        check_losses(run, reference)
 
-    def test_train_in_an_allocation(self, cluster: Slurm, tmp_path: Path) -> None:
+    def test_train_with_minimum_nodes_in_an_allocation(self, cluster: Slurm, tmp_path: Path) -> None:
         write_task(tmp_path)
         inside = ("salloc", "--quiet", "--nodes=2", "--no-kill", *PACELINE)
         words = (
             "train",
             "my.py:Regression",
-            *ASKED,
+            *TRAIN_OPTIONS,
             "--plan",
             "zero1",
             "--nodes",
@@ -404,7 +411,7 @@ class TestSlurm:
         assert result.status == 0, result.all
         assert [event.ranks for event in events_of_kind(tmp_path / "r", Started)] == [2]
 
-    def test_the_commands_of_the_page(self, cluster: Slurm, tmp_path: Path) -> None:
+    def test_commands_of_the_slurm_page(self, cluster: Slurm, tmp_path: Path) -> None:
         env = clean_environment(
             OMP_NUM_THREADS="1", **cluster.env | {"PATH": f"{Path(sys.executable).parent}:{slurm.PATH}"}
         )

@@ -38,7 +38,7 @@ from paceline.spec import Launch
 
 pytestmark = pytest.mark.processes
 
-WORDS = (
+TRAIN_OPTIONS = (
     "my.py:Regression",
     "--steps",
     "40",
@@ -55,20 +55,21 @@ RAY = {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local"}
 
 
 @pytest.fixture(scope="module")
-def through(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    folder = tmp_path_factory.mktemp("through")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """Return the final weights of a training without Ray."""
+    folder = tmp_path_factory.mktemp("undisturbed")
     write_task(folder)
-    succeed("train", *WORDS, "--ranks", "2", "--run-dir", "r", at=folder)
+    succeed("train", *TRAIN_OPTIONS, "--ranks", "2", "--run-dir", "r", at=folder)
     return checkpoint_weights(folder / "r")
 
 
-def begin(folder: Path, *words: str, **env: str) -> Running:
-    """Start a training with slow samples, so that it can be disturbed while it runs."""
+def start_training(folder: Path, *words: str, **env: str) -> Running:
+    """Start a training on Ray with slow samples, so that a test can disturb it."""
     write_task(folder)
     slow = set_sample_delay(folder / "slow", 0.01)
     return start(
         "train",
-        *WORDS,
+        *TRAIN_OPTIONS,
         "--ranks",
         "2",
         "--run-dir",
@@ -81,13 +82,13 @@ def begin(folder: Path, *words: str, **env: str) -> Running:
     )
 
 
-def until_saved(running: Running, run: Path) -> None:
+def wait_for_checkpoint(running: Running, run: Path) -> None:
     running.wait_until(
         lambda: last_step(run) >= 6 and bool(RunFolder(run).checkpoints()), "at step 6, with a checkpoint"
     )
 
 
-def ranks(running: Running) -> dict[int, psutil.Process]:
+def find_ranks(running: Running) -> dict[int, psutil.Process]:
     return {
         int(process.environ()["RANK"]): process
         for process in running.remaining_processes()
@@ -97,11 +98,11 @@ def ranks(running: Running) -> dict[int, psutil.Process]:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_killed_rank_is_restarted(tmp_path: Path, through: dict[str, np.ndarray]) -> None:
+def test_killed_rank_is_restarted(tmp_path: Path, undisturbed: dict[str, np.ndarray]) -> None:
     run = tmp_path / "r"
-    with begin(tmp_path, "--restarts", "1") as running:
-        until_saved(running, run)
-        ranks(running)[1].kill()
+    with start_training(tmp_path, "--restarts", "1") as running:
+        wait_for_checkpoint(running, run)
+        find_ranks(running)[1].kill()
         (tmp_path / "slow").unlink()
         result = running.wait()
         assert result.status == 0, result.all
@@ -110,7 +111,7 @@ def test_a_killed_rank_is_restarted(tmp_path: Path, through: dict[str, np.ndarra
         result.all
     )
     assert [started.step > 0 for started in events_of_kind(run, Started)] == [False, True]
-    assert not unequal_tensors(checkpoint_weights(run), through)
+    assert not unequal_tensors(checkpoint_weights(run), undisturbed)
     assert {path.name for path in (run / "ranks").glob("*.log")} == {
         "0.log",
         "1.log",
@@ -121,13 +122,13 @@ def test_a_killed_rank_is_restarted(tmp_path: Path, through: dict[str, np.ndarra
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_more_ranks_than_the_cluster_has_cpus(tmp_path: Path) -> None:
+def test_more_ranks_than_cpus_are_refused(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     request = ("--ranks", str(cores + 1), "--batch", str(cores + 1), "--device", "cpu")
     result = paceline("train", *request, "--launcher", "ray", at=tmp_path, **RAY)
     message = (
-        f"paceline: --ranks must be at most {cores}, the CPUs of the Ray cluster, got {cores + 1}; use "
-        f"--ranks {cores}\n"
+        f"paceline: --ranks must be at most {cores}, the CPUs of the Ray cluster, got {cores + 1}; "
+        f"use --ranks {cores}\n"
     )
     assert (result.status, result.out, result.err) == (2, "", message)
     assert not list((tmp_path / "runs").iterdir())
@@ -138,28 +139,28 @@ def test_more_ranks_than_the_cluster_has_cpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name
 )
-def test_a_stop_signal_saves_a_checkpoint(
-    number: signal.Signals, tmp_path: Path, through: dict[str, np.ndarray]
+def test_stop_signal_saves_a_checkpoint(
+    number: signal.Signals, tmp_path: Path, undisturbed: dict[str, np.ndarray]
 ) -> None:
     run = tmp_path / "r"
-    with begin(tmp_path) as running:
-        until_saved(running, run)
+    with start_training(tmp_path) as running:
+        wait_for_checkpoint(running, run)
         running.process.send_signal(number)
         result = running.wait()
         assert result.status == 75, result.all
         running.wait_until_all_ended()
     assert (result.err, events_of_kind(run, Ended)[-1].reason) == ("", "stopped")
     succeed("resume", "r", "--launcher", "local", at=tmp_path)
-    assert not unequal_tensors(checkpoint_weights(run), through)
+    assert not unequal_tensors(checkpoint_weights(run), undisturbed)
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+def test_killed_rank_is_reported(tmp_path: Path) -> None:
     run = tmp_path / "r"
-    with begin(tmp_path) as running:
-        until_saved(running, run)
-        ranks(running)[0].kill()
+    with start_training(tmp_path) as running:
+        wait_for_checkpoint(running, run)
+        find_ranks(running)[0].kill()
         result = running.wait()
         assert result.status == 2, result.all
         running.wait_until_all_ended()
@@ -171,18 +172,18 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_killed_actor_is_reported(tmp_path: Path) -> None:
+def test_killed_actor_is_reported(tmp_path: Path) -> None:
     run = tmp_path / "r"
-    with begin(tmp_path) as running:
-        until_saved(running, run)
-        ranks(running)[1].parent().kill()
+    with start_training(tmp_path) as running:
+        wait_for_checkpoint(running, run)
+        find_ranks(running)[1].parent().kill()
         result = running.wait()
         assert result.status == 2, result.all
         running.wait_until_all_ended()
-    kept = RunFolder(run).checkpoints()[-1]  # its rank has noticed, and all ranks have saved
+    kept = RunFolder(run).checkpoints()[-1]  # the rank notices, and all ranks save
     message = (
-        f"paceline: rank 1 was lost with its node, after step {kept}; continue from step {kept} with: "
-        "paceline resume r\n"
+        f"paceline: rank 1 was lost with its node, after step {kept}; "
+        f"continue from step {kept} with: paceline resume r\n"
     )
     assert result.err.startswith(message), result.all
     assert "raylet" not in result.out
@@ -190,21 +191,21 @@ def test_a_killed_actor_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_no_process_outlives_a_killed_launcher(tmp_path: Path, through: dict[str, np.ndarray]) -> None:
+def test_no_process_outlives_a_killed_launcher(tmp_path: Path, undisturbed: dict[str, np.ndarray]) -> None:
     run = tmp_path / "r"
-    with begin(tmp_path) as running:
-        until_saved(running, run)
+    with start_training(tmp_path) as running:
+        wait_for_checkpoint(running, run)
         running.process.kill()
         running.wait_until_all_ended()
     succeed("resume", "r", "--launcher", "local", at=tmp_path)
-    assert not unequal_tensors(checkpoint_weights(run), through)
+    assert not unequal_tensors(checkpoint_weights(run), undisturbed)
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_worker_of_a_parameter_server_may_die(tmp_path: Path) -> None:
-    with begin(tmp_path, "--plan", "parameter-server,servers=1", "--ranks", "2") as running:
-        until_saved(running, tmp_path / "r")
+def test_parameter_server_trains(tmp_path: Path) -> None:
+    with start_training(tmp_path, "--plan", "parameter-server,servers=1", "--ranks", "2") as running:
+        wait_for_checkpoint(running, tmp_path / "r")
         (tmp_path / "slow").unlink()
         result = running.wait()
     assert result.status == 0, result.all
@@ -213,7 +214,7 @@ def test_a_worker_of_a_parameter_server_may_die(tmp_path: Path) -> None:
 @pytest.fixture
 def cluster() -> Iterator[tuple[str, list[str]]]:
     """Yield the address of a cluster of two nodes with one CPU each, and the process marks of each node."""
-    folder = tempfile.mkdtemp(prefix="ray-test-", dir="/tmp")  # for sockets, so its path must be short
+    folder = tempfile.mkdtemp(prefix="ray-test-", dir="/tmp")  # paths of sockets must be short
     marks = [f"{folder}-{node}" for node in range(2)]
 
     def ray(mark: str, *words: str) -> str:
@@ -238,11 +239,11 @@ def cluster() -> Iterator[tuple[str, list[str]]]:
         yield folder, marks
     finally:
         for mark in marks:
-            end(mark)
+            kill_marked(mark)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def end(mark: str) -> None:
+def kill_marked(mark: str) -> None:
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark:
@@ -254,17 +255,17 @@ def end(mark: str) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 def test_train_on_a_cluster_of_two_nodes(
-    cluster: tuple[str, list[str]], tmp_path: Path, through: dict[str, np.ndarray]
+    cluster: tuple[str, list[str]], tmp_path: Path, undisturbed: dict[str, np.ndarray]
 ) -> None:
     folder, _ = cluster
     run = tmp_path / "r"
     env = {"RAY_TMPDIR": folder, "RAY_ADDRESS": "auto"}
-    with begin(tmp_path, "--nodes", "2", "--restarts", "1", **env) as running:
+    with start_training(tmp_path, "--nodes", "2", "--restarts", "1", **env) as running:
         (tmp_path / "slow").unlink()
         result = running.wait()
         assert result.status == 0, result.all
-    assert not unequal_tensors(checkpoint_weights(run), through)
-    result = paceline("train", *WORDS, "--ranks", "3", "--launcher", "ray", at=tmp_path, **RAY | env)
+    assert not unequal_tensors(checkpoint_weights(run), undisturbed)
+    result = paceline("train", *TRAIN_OPTIONS, "--ranks", "3", "--launcher", "ray", at=tmp_path, **RAY | env)
     assert "--ranks must be at most 2, the CPUs of the Ray cluster, got 3; use --ranks 2" in result.err, (
         result.all
     )
@@ -272,22 +273,21 @@ def test_train_on_a_cluster_of_two_nodes(
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_lost_node_is_reported(
-    cluster: tuple[str, list[str]], tmp_path: Path, through: dict[str, np.ndarray]
+def test_lost_node_is_reported(
+    cluster: tuple[str, list[str]], tmp_path: Path, undisturbed: dict[str, np.ndarray]
 ) -> None:
     folder, marks = cluster
     run = tmp_path / "r"
-    with begin(tmp_path, "--restarts", "1", RAY_TMPDIR=folder, RAY_ADDRESS="auto") as running:
-        until_saved(running, run)
-        end(marks[1])
+    with start_training(tmp_path, "--restarts", "1", RAY_TMPDIR=folder, RAY_ADDRESS="auto") as running:
+        wait_for_checkpoint(running, run)
+        kill_marked(marks[1])
         result = running.wait()
         assert result.status == 2, result.all
         running.wait_until_all_ended()
     refusal, cause, *_ = result.err.splitlines()
     assert (
-        refusal
-        == "paceline: not restarted: --ranks must be at most 1, the CPUs of the Ray cluster, got 2; use "
-        "--ranks 1"
+        refusal == "paceline: not restarted: --ranks must be at most 1, the CPUs of the Ray cluster, got 2; "
+        "use --ranks 1"
     ), result.all
     assert cause.startswith("paceline: rank 1 was lost with its node, after step"), result.all
     resumed = succeed(
@@ -301,26 +301,28 @@ def test_a_lost_node_is_reported(
 
 
 def test_ranks_of_a_node_are_consecutive_and_see_its_gpus() -> None:
-    given = [
+    placements = [
         ActorPlacement("a", ("2",)),
         ActorPlacement("b", ("0",)),
         ActorPlacement("a", ("0",)),
         ActorPlacement("b", ("1",)),
     ]
-    order = order_by_node(given, first_node="b")
+    order = order_by_node(placements, first_node="b")
     assert order == [(1, ["0", "1"]), (3, ["0", "1"]), (0, ["2", "0"]), (2, ["2", "0"])]
-    environments = build_rank_environments([given[at].node for at, _ in order], "10.0.0.1", 1234, "digits", 2)
+    environments = build_rank_environments(
+        [placements[index].node for index, _ in order], "10.0.0.1", 1234, "digits", 2
+    )
     worlds = [read_world(environ) for environ in environments]
-    assert [(who.rank, who.local_rank, who.local_size) for who in worlds] == [
+    assert [(world.rank, world.local_rank, world.local_size) for world in worlds] == [
         (0, 0, 2),
         (1, 1, 2),
         (2, 0, 2),
         (3, 1, 2),
     ]
-    assert {(who.size, who.address, who.restart) for who in worlds} == {(4, "10.0.0.1:1234", 2)}
+    assert {(world.size, world.address, world.restart) for world in worlds} == {(4, "10.0.0.1:1234", 2)}
 
 
-def test_a_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         LaunchError,

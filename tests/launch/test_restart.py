@@ -28,11 +28,11 @@ from paceline.events import Failed
 from paceline.launch.supervise import supervise
 from paceline.run import RunFolder
 
-true = psutil.Process.create_time
-true_time = time.time
+create_time = psutil.Process.create_time
+now = time.time
 watchdog.EVERY_S, watchdog.GRACE_S = 0.05, 0.2
 for offset_s in (-0.99, 0.0, 0.99):
-    psutil.Process.create_time = lambda process: true(process) + offset_s
+    psutil.Process.create_time = lambda process: create_time(process) + offset_s
     for late_s in (-0.99, 0.0, 0.99):
         run = RunFolder(Path(f"run{offset_s}{late_s}"))
         run.path.mkdir()
@@ -40,9 +40,9 @@ for offset_s in (-0.99, 0.0, 0.99):
         def launch(on_restart, on_start):
             on_start()
             old = subprocess.Popen(["sleep", "600"])
-            failed = Failed(time=true_time() + late_s, what="run", step=1, rank=1, message="a fault")
+            failed = Failed(time=now() + late_s, what="run", step=1, rank=1, message="a fault")
             events.append(run.events, failed)
-            assert old.wait(60) == -9  # it would not have ended
+            assert old.wait(60) == -9  # killed: it would not end by itself
             on_start()
             new = subprocess.Popen(["sleep", "600"])
             time.sleep(0.6)
@@ -51,22 +51,22 @@ for offset_s in (-0.99, 0.0, 0.99):
             assert new.wait(60) == -9
 
         assert supervise(run, launch) == 0
-print("all right")
+print("ok")
 """
 
 
-def test_a_failure_ends_only_the_ranks_of_its_start(tmp_path: Path) -> None:
-    """Clock errors in the start of processes and in the time of events do not matter."""
+def test_failure_ends_only_the_ranks_of_its_start(tmp_path: Path) -> None:
+    """Errors of the clock in start times of processes and times of events do not matter."""
     done = subprocess.run([sys.executable, "-c", LAUNCHER], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "all right\n", done.stderr
+    assert done.stdout == "ok\n", done.stderr
 
 
 @pytest.mark.parametrize("offset_s", [-0.99, 0.0, 0.99])
-def test_a_process_is_identified_by_its_id_and_birth(
+def test_process_is_identified_by_its_id_and_start_time(
     offset_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true = psutil.Process.create_time
-    monkeypatch.setattr(psutil.Process, "create_time", lambda process: true(process) + offset_s)
+    create_time = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: create_time(process) + offset_s)
     run = RunFolder(tmp_path)
     with HeartbeatWriter(run, 0, 1, 60.0, 60.0):
         while not (beats := rank_state.read_heartbeats(run)):
@@ -74,29 +74,27 @@ def test_a_process_is_identified_by_its_id_and_birth(
         [beat] = beats
         assert beat is not None
         assert rank_state.find_state(beat) == "runs"
-        with subprocess.Popen(["sleep", "600"]) as another:  # as if the id were reused
-            assert rank_state.find_state(replace(beat, pid=another.pid)) == "gone"
+        with subprocess.Popen(["sleep", "600"]) as other:  # as if its id were reused
+            assert rank_state.find_state(replace(beat, pid=other.pid)) == "gone"
             assert (
-                rank_state.find_state(
-                    replace(beat, pid=another.pid, birth=heartbeat.process_birth(another.pid))
-                )
+                rank_state.find_state(replace(beat, pid=other.pid, birth=heartbeat.process_birth(other.pid)))
                 == "runs"
             )
-            another.kill()
-            another.wait()
-            assert rank_state.find_state(replace(beat, pid=another.pid)) == "gone"
+            other.kill()
+            other.wait()
+            assert rank_state.find_state(replace(beat, pid=other.pid)) == "gone"
 
 
-# Ranks that exit with 0 before the training is over, in several ways
+# Ranks that exit with status 0 before the training is over
 
-EXITS = TASK.replace(
+TASK_WITH_EXIT = TASK.replace(
     "        return (output - ",
     """        if os.environ.get("RANK") == "1" and (Path("exit")).exists():
             Path("exit").unlink()
             exec(os.environ["EXIT"])
         return (output - """,
 )
-WORDS = (
+TRAIN_OPTIONS = (
     "train",
     "my.py:Regression",
     "--batch",
@@ -112,23 +110,24 @@ WORDS = (
 )
 
 
-def exiting(at: Path, how: str, *more: str) -> Result:
-    assert EXITS != TASK
-    write_task(at, EXITS)
+def train_with_exit(at: Path, code: str, *options: str) -> Result:
+    """Train; rank 1 runs `code`, which ends it with status 0, in its first step."""
+    assert TASK_WITH_EXIT != TASK
+    write_task(at, TASK_WITH_EXIT)
     (at / "exit").touch()
-    return paceline(*WORDS, *more, at=at, EXIT=how)
+    return paceline(*TRAIN_OPTIONS, *options, at=at, EXIT=code)
 
 
 @pytest.mark.parametrize(
-    ("how", "plan"),
+    ("code", "plan"),
     [
         ("os._exit(0)", "ddp"),
         ("import ctypes; ctypes.CDLL(None)._exit(0)", "local-sgd,period=2"),
         pytest.param("os.execv('/bin/true', ['true'])", "ddp", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_exits_with_0_has_failed(how: str, plan: str, tmp_path: Path) -> None:
-    result = exiting(tmp_path, how, "--plan", plan)
+def test_rank_that_exits_with_status_0_has_failed(code: str, plan: str, tmp_path: Path) -> None:
+    result = train_with_exit(tmp_path, code, "--plan", plan)
     assert result.status == 2, result.all
     assert result.err.startswith(
         "paceline: rank 1 failed: ended with exit status 0 before the training was over, "
@@ -137,15 +136,15 @@ def test_a_rank_that_exits_with_0_has_failed(how: str, plan: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_worker_that_exits_with_0_has_failed(tmp_path: Path) -> None:
+def test_worker_that_exits_with_status_0_has_failed(tmp_path: Path) -> None:
     """The server notices that its only worker is gone."""
-    result = exiting(tmp_path, "os._exit(0)", "--plan", "parameter-server")
+    result = train_with_exit(tmp_path, "os._exit(0)", "--plan", "parameter-server")
     assert result.status == 2, result.all
     assert "all 1 workers are gone" in result.err
 
 
-def test_a_rank_that_exits_with_0_is_restarted(tmp_path: Path) -> None:
-    result = exiting(tmp_path, "os._exit(0)", "--restarts", "1")
+def test_rank_that_exits_with_status_0_is_restarted(tmp_path: Path) -> None:
+    result = train_with_exit(tmp_path, "os._exit(0)", "--restarts", "1")
     assert result.status == 0, result.all
     assert len(events_of_kind(tmp_path / "r", Started)) == 2
     assert RunFolder(tmp_path / "r").checkpoints() == [30]

@@ -30,7 +30,7 @@ from paceline.events import Ended, Started, Step
 from pages import read_blocks
 from slurm import PATH, Slurm, start_cluster, wait_until
 
-ASKED = (
+TRAIN_OPTIONS = (
     "--steps",
     "24",
     "--batch",
@@ -56,8 +56,8 @@ def submit(slurm: Slurm, folder: Path, *words: str, **env: str) -> str:
     write_task(folder)
     env = clean_environment(
         OMP_NUM_THREADS="1", **(slurm.env | env)
-    )  # without the mark of a command, which the job would inherit
-    command = [*PACELINE, "submit", "my.py:Regression", *ASKED, *words]
+    )  # no mark of a command, because the job would inherit it
+    command = [*PACELINE, "submit", "my.py:Regression", *TRAIN_OPTIONS, *words]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
     match = re.fullmatch(r"\S+: job (\d+)\n", done.stdout)
     assert match, done.stdout + done.stderr
@@ -70,8 +70,8 @@ def queue(slurm: Slurm) -> str:
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("ranks_per_node", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, slurm, tmp_path):
-    """On two nodes, with the same losses as one process, exactly to the requested last step."""
+def test_job_saves_at_its_time_limit_and_continues(ranks_per_node, slurm, tmp_path):
+    """On two nodes, the losses equal those of one process, up to exactly the requested last step."""
     slow, run = set_sample_delay(tmp_path / "slow", 0.05 * ranks_per_node), tmp_path / "runs/a"
     words = (
         "--nodes",
@@ -88,11 +88,11 @@ def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, slurm, tmp_
     job = submit(slurm, tmp_path, *words, SLOW=str(slow))
     assert "; not started yet\n" in succeed("status", "runs/a", at=tmp_path, **slurm.env).out
     wait_until(lambda: last_step(run) >= 3, "at step 3", run)
-    now = succeed("status", "runs/a", at=tmp_path, **slurm.env)
+    status = succeed("status", "runs/a", at=tmp_path, **slurm.env)
     assert re.fullmatch(
         rf"runs/a: job {job} RUNNING on n\[1-2\], 00:\d\d:\d\d of 00:10:00; step \d+ of 24, loss "
         r"\d\.\d+, [\d.]+ samples/s\n",
-        now.out,
+        status.out,
     )
     slurm.run("scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1@120 does before the time limit
     slurm.wait_for_state(job, "PENDING")
@@ -103,77 +103,79 @@ def test_a_job_saves_at_its_time_limit_and_continues(ranks_per_node, slurm, tmp_
     slurm.wait_for_state(job, "COMPLETED", timeout_s=120)
     assert [start.step for start in events_of_kind(run, Started)] == [0, stopped.step]
     assert [event.step for event in events_of_kind(run, Step)] == [*range(1, 25)], (
-        "no step twice, none left out"
+        "each step must be recorded once"
     )
     assert events_of_kind(run, Ended)[-1].reason == "done"
     assert (
         f"job {job} is queued again"
         in succeed("logs", "runs/a", at=tmp_path, program=PACELINE, **slurm.env).out
     )
-    assert not [path for path in run.iterdir() if path.name.startswith(".")], (
-        "no note of a meeting place is left"
-    )
-    succeed("train", "my.py:Regression", *ASKED, "--run-dir", "alone", at=tmp_path)
-    assert [each.loss for each in events_of_kind(run, Step)] == pytest.approx(
-        [each.loss for each in events_of_kind(tmp_path / "alone", Step)], rel=1e-10
+    assert not [path for path in run.iterdir() if path.name.startswith(".")], "a rendezvous file is left"
+    succeed("train", "my.py:Regression", *TRAIN_OPTIONS, "--run-dir", "single", at=tmp_path)
+    assert [step.loss for step in events_of_kind(run, Step)] == pytest.approx(
+        [step.loss for step in events_of_kind(tmp_path / "single", Step)], rel=1e-10
     )
 
     if ranks_per_node == 1:
         return
-    # Submitted again by hand, on other nodes, when the training is complete.
-    before = read_events(run)
-    again = slurm.run("sbatch", "--parsable", "--nodes=1", "--ntasks-per-node=1", str(run / "job.sh")).strip()
-    slurm.wait_for_state(again, "COMPLETED")
-    assert read_events(run) == before
+    # A user submits the job again, on other nodes, after the training is complete.
+    events_before = read_events(run)
+    second_job = slurm.run(
+        "sbatch", "--parsable", "--nodes=1", "--ntasks-per-node=1", str(run / "job.sh")
+    ).strip()
+    slurm.wait_for_state(second_job, "COMPLETED")
+    assert read_events(run) == events_before
     message = succeed("status", "runs/a", at=tmp_path, **slurm.env).out
-    assert message.startswith(f"runs/a: job {again} COMPLETED; done at step 24, loss ")
+    assert message.startswith(f"runs/a: job {second_job} COMPLETED; done at step 24, loss ")
 
 
 def assert_queried_once(at: Path, slurm: Slurm, *runs: tuple[str, str, str]) -> None:
-    """Assert that the status of several runs takes one query of Slurm. `runs`: name, job and state."""
+    """Assert that the status of several runs takes one query of Slurm.
+
+    `runs`: name, job and state of each.
+    """
     (at / "bin").mkdir()
     scontrol = shutil.which("scontrol", path=slurm.env.get("PATH"))
-    (at / "bin/scontrol").write_text(f'#!/bin/sh\necho "$@" >> {at}/asked\nexec {scontrol} "$@"\n')
+    (at / "bin/scontrol").write_text(f'#!/bin/sh\necho "$@" >> {at}/queries\nexec {scontrol} "$@"\n')
     (at / "bin/scontrol").chmod(0o755)
     path = f"{at}/bin:{slurm.env.get('PATH', os.environ['PATH'])}"
     message = succeed("status", at=at, **slurm.env | {"PATH": path}).out
     for name, job, state in runs:
         assert re.search(rf"^runs/{name}: job {job} {state}", message, re.MULTILINE), message
-    assert len((at / "asked").read_text().splitlines()) == 1
+    assert len((at / "queries").read_text().splitlines()) == 1
 
 
 @pytest.mark.slurm
-def test_cancel_a_job(slurm, tmp_path):
-    """A running job saves first; a pending job is removed from the queue."""
+def test_cancel_saves_a_running_job_and_removes_a_pending_job(slurm, tmp_path):
+    """`status` queries Slurm once for both jobs. A second cancel is refused."""
     slow, run = set_sample_delay(tmp_path / "slow", 0.02), tmp_path / "runs/a"
     job = submit(slurm, tmp_path, "--time", "10", "--run-dir", "runs/a", SLOW=str(slow))
-    waiting = submit(slurm, tmp_path, "--nodes", "2", "--ranks-per-node", "4", "--run-dir", "runs/b")
+    pending = submit(slurm, tmp_path, "--nodes", "2", "--ranks-per-node", "4", "--run-dir", "runs/b")
     wait_until(lambda: last_step(run) >= 2, "at step 2", run)
     assert re.match(
-        rf"runs/b: job {waiting} PENDING", succeed("status", "runs/b", at=tmp_path, **slurm.env).out
+        rf"runs/b: job {pending} PENDING", succeed("status", "runs/b", at=tmp_path, **slurm.env).out
     )
-    assert_queried_once(tmp_path, slurm, ("a", job, "RUNNING"), ("b", waiting, "PENDING"))
-    for name, number in (("b", waiting), ("a", job)):
+    assert_queried_once(tmp_path, slurm, ("a", job, "RUNNING"), ("b", pending, "PENDING"))
+    for name, number in (("b", pending), ("a", job)):
         message = succeed("cancel", f"runs/{name}", at=tmp_path, **slurm.env).out
         assert (
             message == f"runs/{name}: job {number} is cancelled; continue with: sbatch runs/{name}/job.sh\n"
         )
     slurm.wait_for_state(job, "CANCELLED")
     wait_until(lambda: events_of_kind(run, Ended) != [], "ended", run)
-    slurm.wait_for_state(waiting, "CANCELLED")
+    slurm.wait_for_state(pending, "CANCELLED")
     [ended] = events_of_kind(run, Ended)
     assert ended.reason == "stopped"
     assert checkpoint_weights(run, ended.step)
     assert "queued again" not in (run / f"slurm-{job}.out").read_text()
-    twice = paceline("cancel", "runs/a", at=tmp_path, **slurm.env)
-    assert twice.status == 2
+    second = paceline("cancel", "runs/a", at=tmp_path, **slurm.env)
+    assert second.status == 2
     assert (
-        twice.err
-        == f"paceline: runs/a is not running: stopped at step {ended.step}; continue with: paceline "
-        "resume runs/a\n"
+        second.err == f"paceline: runs/a is not running: stopped at step {ended.step}; "
+        "continue with: paceline resume runs/a\n"
     )
     assert paceline("logs", "runs/b", at=tmp_path, **slurm.env).err == (
-        f"paceline: runs/b has no output yet: job {waiting} has not started; see paceline status runs/b\n"
+        f"paceline: runs/b has no output yet: job {pending} has not started; see paceline status runs/b\n"
     )
 
 
@@ -185,7 +187,7 @@ def test_train_uses_all_nodes_of_an_allocation(slurm, tmp_path):
     words = (
         "train",
         "my.py:Regression",
-        *ASKED,
+        *TRAIN_OPTIONS,
         "--nodes",
         "2",
         "--ranks-per-node",
@@ -212,17 +214,12 @@ def test_train_uses_all_nodes_of_an_allocation(slurm, tmp_path):
         process.terminate()
         result = running.wait()
     assert result.status == 75, result.all
-    assert (
-        events_of_kind(tmp_path / "r", Started)[0].ranks,
-        events_of_kind(tmp_path / "r", Ended)[-1].reason,
-    ) == (
-        2,
-        "stopped",
-    )
+    assert events_of_kind(tmp_path / "r", Started)[0].ranks == 2
+    assert events_of_kind(tmp_path / "r", Ended)[-1].reason == "stopped"
 
 
 @pytest.mark.slurm
-def test_an_allocation_with_too_few_nodes_is_refused(slurm, tmp_path):
+def test_allocation_with_too_few_nodes_is_refused(slurm, tmp_path):
     write_task(tmp_path)
     inside = ("salloc", "--quiet", "--nodes=1", *PACELINE)
     result = paceline("train", "my.py:Regression", "--nodes", "2", at=tmp_path, program=inside, **slurm.env)
@@ -247,13 +244,13 @@ srun "$@"
 @pytest.mark.slurm
 @pytest.mark.slow
 def test_trainings_of_a_job_array_are_independent(slurm, tmp_path):
-    """On the same nodes at the same time, they share no ports, files or folders, although none are given."""
+    """They run at the same time on the same nodes with the same options, but share no ports or files."""
     write_task(tmp_path)
     (tmp_path / "array.sh").write_text(ARRAY)
     env = clean_environment(
         OMP_NUM_THREADS="1", SLOW=str(set_sample_delay(tmp_path / "slow", 0.01)), **slurm.env
     )
-    words = ["sbatch", "--parsable", "array.sh", *PACELINE, "train", "my.py:Regression", *ASKED]
+    words = ["sbatch", "--parsable", "array.sh", *PACELINE, "train", "my.py:Regression", *TRAIN_OPTIONS]
     job = subprocess.run(
         words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True
     ).stdout.strip()
@@ -264,8 +261,8 @@ def test_trainings_of_a_job_array_are_independent(slurm, tmp_path):
     first, second = ([step.loss for step in events_of_kind(run, Step)] for run in runs)
     assert first == second
     assert len(first) == 24
-    begins, ends = ([read_events(run)[at].time for run in runs] for at in (0, -1))
-    assert max(begins) < min(ends), "they must train at the same time"
+    starts, ends = ([read_events(run)[index].time for run in runs] for index in (0, -1))
+    assert max(starts) < min(ends), "they must train at the same time"
 
 
 @pytest.mark.slurm
@@ -282,8 +279,8 @@ def test_failing_ranks_print_one_error(slurm, tmp_path):
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_a_container_and_stage_in(slurm, tmp_path):
-    """A script stands in for apptainer; as with -e, it starts only with the variables that are passed in."""
+def test_job_in_a_container_with_staged_data(slurm, tmp_path):
+    """A script replaces apptainer. Like apptainer -e, it passes only the variables that are specified."""
     image, stage = tmp_path / "bin/apptainer", tmp_path / "data.tar"
     image.parent.mkdir()
     image.write_text(
@@ -296,8 +293,8 @@ def test_a_container_and_stage_in(slurm, tmp_path):
     (tmp_path / "hello").write_text("hello")
     os.system(f"tar -C {tmp_path} -cf {stage} hello")
     (tmp_path / "site.toml").write_text(
-        f'container = "image.sif"\nscratch = "{tmp_path}/$SLURMD_NODENAME"\nstage_in = '
-        f'"{stage}"\n[environment]\nOMP_NUM_THREADS = "1"\n'
+        f'container = "image.sif"\nscratch = "{tmp_path}/$SLURMD_NODENAME"\n'
+        f'stage_in = "{stage}"\n[environment]\nOMP_NUM_THREADS = "1"\n'
     )
     path = f"{image.parent}:{PATH}"
     job = submit(slurm, tmp_path, "--nodes", "2", "--ranks-per-node", "1", "--run-dir", "r", PATH=path)
@@ -313,7 +310,7 @@ def test_a_container_and_stage_in(slurm, tmp_path):
 def preflight(folder: Path, *words: str, **env: str) -> tuple[Result, dict[str, list[str]]]:
     """Run preflight. Return its result, and for each check its findings, which start with the verdict."""
     result = paceline(
-        "preflight", "my.py:Regression", *ASKED, *words, "--json", "findings.json", at=folder, **env
+        "preflight", "my.py:Regression", *TRAIN_OPTIONS, *words, "--json", "findings.json", at=folder, **env
     )
     findings: dict[str, list[str]] = {}
     for entry in json.loads((folder / "findings.json").read_text()):
@@ -328,11 +325,11 @@ def test_preflight_queries_slurm_without_queueing(slurm, tmp_path):
     words = ("--nodes", "2", "--ranks-per-node", "2", "--precision", "fp32")
     result, findings = preflight(tmp_path, *words, "--time", "00:20:00", SBATCH_QOS="long", **slurm.env)
     assert result.status == 0, result.all
-    taken, overridden = findings["slurm"]
+    accepted, overridden = findings["slurm"]
     assert re.match(
         r"passes: Slurm accepts the job: Job \d+ to start at \S+ using 4 processors on nodes n\[1-2\] "
         r"in partition short$",
-        taken,
+        accepted,
     )
     assert overridden.startswith("warns: SBATCH_QOS=long overrides the default qos; unset SBATCH_QOS, or ")
     (time,) = findings["time"]
@@ -377,7 +374,7 @@ def test_preflight_reports_what_slurm_would_refuse(site, words, message, slurm, 
 PAGE = read_blocks("docs/slurm.md")
 
 
-def commands(name: str, slurm: Slurm, folder: Path) -> None:
+def run_page_commands(name: str, slurm: Slurm, folder: Path) -> None:
     (folder / "site.toml").write_text(PAGE["site.toml"])
     env = clean_environment(
         OMP_NUM_THREADS="1", **slurm.env | {"PATH": f"{Path(sys.executable).parent}:{PATH}"}
@@ -385,7 +382,7 @@ def commands(name: str, slurm: Slurm, folder: Path) -> None:
     for line in PAGE[name].splitlines():
         command = line.partition("#")[0].strip()
         if command.startswith("paceline logs"):
-            wait_until(lambda: [*(folder / "runs/a").glob("slurm-*.out")] != [], "begun", folder / "runs/a")
+            wait_until(lambda: [*(folder / "runs/a").glob("slurm-*.out")] != [], "started", folder / "runs/a")
         done = subprocess.run(
             ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=env, timeout=100
         )
@@ -393,8 +390,8 @@ def commands(name: str, slurm: Slurm, folder: Path) -> None:
 
 
 @pytest.mark.slurm
-def test_the_commands_of_the_slurm_page(slurm, tmp_path):
-    commands("commands", slurm, tmp_path)
+def test_commands_of_the_slurm_page(slurm, tmp_path):
+    run_page_commands("commands", slurm, tmp_path)
     slurm.run("scancel", "--user=root")
     wait_until(lambda: queue(slurm) == "", "out of the queue", tmp_path / "runs/a")
     assert "#SBATCH --comment=paceline\n" in (tmp_path / "runs/a/job.sh").read_text()
@@ -402,15 +399,15 @@ def test_the_commands_of_the_slurm_page(slurm, tmp_path):
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_the_commands_of_the_slurm_page_in_an_allocation(slurm, tmp_path):
-    commands("allocation", slurm, tmp_path)
+def test_allocation_commands_of_the_slurm_page(slurm, tmp_path):
+    run_page_commands("allocation", slurm, tmp_path)
     assert [events_of_kind(run, Started)[0].ranks for run in (tmp_path / "runs").iterdir()] == [2, 2]
 
 
 # Refused requests print one sentence and leave no files
 
 
-def refused(result: Result, folder: Path, message: str) -> None:
+def assert_refused(result: Result, folder: Path, message: str) -> None:
     assert result.status == 2, result.all
     assert result.err == f"paceline: {message}\n"
     assert not [*folder.glob("runs/*")]
@@ -436,8 +433,7 @@ def refused(result: Result, folder: Path, message: str) -> None:
             'partition = "closed"\naccount = "sports"',
             (),
             "Slurm would never start the job: Job's account not known, so it can't use this partition "
-            "(closed allows physics); "
-            "it was cancelled",
+            "(closed allows physics); it was cancelled",
         ),
         ('sbatch = ["--mem=x"]', (), "sbatch: Invalid --mem specification"),
         (
@@ -450,7 +446,7 @@ def refused(result: Result, folder: Path, message: str) -> None:
 def test_jobs_that_slurm_refuses(site, words, message, slurm, tmp_path):
     (tmp_path / "site.toml").write_text(site)
     before = queue(slurm)
-    refused(paceline("submit", "digits", *words, at=tmp_path, **slurm.env), tmp_path, message)
+    assert_refused(paceline("submit", "digits", *words, at=tmp_path, **slurm.env), tmp_path, message)
     assert queue(slurm) == before
 
 
@@ -486,11 +482,11 @@ def test_jobs_that_slurm_refuses(site, words, message, slurm, tmp_path):
         (("digits", "--time", "two hours"), None),
     ],
 )
-def test_requests_that_cannot_be_submitted(words, message, tmp_path):
-    """They are refused before any query of Slurm."""
+def test_invalid_requests_are_refused_before_slurm_is_queried(words, message, tmp_path):
+    """There is no Slurm in this test. `message` None: any one sentence."""
     write_task(tmp_path)
     result = paceline("submit", *words, at=tmp_path)
-    refused(
+    assert_refused(
         result,
         tmp_path,
         message if message is not None else result.err.removeprefix("paceline: ").removesuffix("\n"),
@@ -498,19 +494,19 @@ def test_requests_that_cannot_be_submitted(words, message, tmp_path):
     assert result.err.count("\n") == 1
 
 
-def test_commands_without_slurm(tmp_path):
+def test_commands_without_slurm_are_refused(tmp_path):
     slurm = {"PATH": str(tmp_path)}
     message = (
         "there is no sbatch on PATH; submit from a machine with Slurm, or train here with paceline train "
         "(--dry-run shows the script)"
     )
-    refused(paceline("submit", "digits", at=tmp_path, **slurm), tmp_path, message)
+    assert_refused(paceline("submit", "digits", at=tmp_path, **slurm), tmp_path, message)
     result = paceline("train", "digits", "--nodes", "2", at=tmp_path)
     assert "--nodes 2 requires a Slurm allocation; queue the training with paceline submit" in result.err
     assert result.status == 2
 
 
-def test_a_dry_run_prints_the_script_and_writes_no_files(tmp_path):
+def test_dry_run_prints_the_script_and_writes_no_files(tmp_path):
     words = (
         "submit",
         "digits",
@@ -553,7 +549,7 @@ def test_status_and_cancel_of_a_local_training(tmp_path):
     with start(
         "train",
         "my.py:Regression",
-        *ASKED,
+        *TRAIN_OPTIONS,
         "--ranks",
         "1",
         "--run-dir",
@@ -578,9 +574,9 @@ def test_status_and_cancel_of_a_local_training(tmp_path):
     assert re.search(r"step \d+  stopped", message), message
     assert paceline("cancel", "runs/a", at=tmp_path).status == 2
     (tmp_path / "runs/a/ranks").mkdir(exist_ok=True)
-    (tmp_path / "runs/a/ranks/1.restart-2.log").write_text("rank 1 said this\n")
+    (tmp_path / "runs/a/ranks/1.restart-2.log").write_text("output of rank 1\n")
     assert (
         "runs/a has no log of rank 7; ranks with a log: 1"
         in paceline("logs", "runs/a", "--rank", "7", at=tmp_path).err
     )
-    assert succeed("logs", "runs/a", "--rank", "1", at=tmp_path, program=PACELINE).out == "rank 1 said this\n"
+    assert succeed("logs", "runs/a", "--rank", "1", at=tmp_path, program=PACELINE).out == "output of rank 1\n"

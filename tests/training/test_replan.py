@@ -1,4 +1,4 @@
-"""Replanning: a run on another number of ranks trains the same, under its plan or the most similar one."""
+"""Replanning: on another number of ranks, a run trains the same, under its plan or the most similar plan."""
 
 import itertools
 import shutil
@@ -19,7 +19,7 @@ from paceline.plan.search.nearest import find_nearest_plans
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
 
-# Shares that differ by one sample
+# Uneven plans: ranks have batch shares that differ by one sample
 
 
 @pytest.mark.parametrize(
@@ -33,18 +33,18 @@ from paceline.spec import Optimizer
         ],
     ],
 )
-def test_uneven_shares_train_like_one_process(plan):
+def test_uneven_shares_equal_one_process(plan):
     spec = Spec(task="-", batch=16, steps=6, precision="fp64", optimizer=Optimizer(lr=0.05, clip=0.5))
     assert not differences_from_single(3, plan, Points(), spec)
 
 
-def test_batch_norm_weights_uneven_shares():
+def test_batch_norm_with_uneven_shares_equals_one_process():
     spec = Spec(task="-", batch=16, steps=4, precision="fp64")
     assert not differences_from_single(3, "ddp,uneven=1", NormedImages(), spec)
 
 
 class _EqualShares:
-    """A negative control: each rank treats its share as that of all ranks."""
+    """Negative control: each rank assumes that all ranks have equal shares."""
 
     def __enter__(self):
         self.share, RankBatchSlice.share = (
@@ -113,7 +113,7 @@ def test_most_similar_plan(plan, before, now, batch, nearest):
     assert str(next(find_nearest_plans(parse(plan), before, now, batch))) == nearest
 
 
-def test_next_plan_is_tried_if_the_model_refuses_one():
+def test_further_plans_follow_the_most_similar_one():
     names = [str(plan) for plan in itertools.islice(find_nearest_plans(parse("tp=4"), 4, 3, 64), 5)]
     assert names[:2] == ["tp=3", "zero3,uneven=1"]
 
@@ -128,26 +128,28 @@ def test_next_plan_is_tried_if_the_model_refuses_one():
         ("hsdp", 8),
     ],
 )
-def test_similar_plans_divide_the_batch_and_keep_micro_batches_small(plan, before):
-    most = micro_batch_size(64, parse(plan).resolve(before))
+def test_similar_plans_divide_the_batch_without_larger_micro_batches(plan, before):
+    max_size = micro_batch_size(64, parse(plan).resolve(before))
     for now in range(1, 9):
-        found = list(find_nearest_plans(parse(plan), before, now, 64))
-        assert found
-        for other in found:
-            on = other.resolve(now)
-            assert micro_batch_size(64, on) + (on.uneven and 64 % (on.dp * on.microbatches) > 0) <= most, (
-                other
-            )
+        plans = list(find_nearest_plans(parse(plan), before, now, 64))
+        assert plans
+        for other in plans:
+            resolved = other.resolve(now)
+            assert (
+                micro_batch_size(64, resolved)
+                + (resolved.uneven and 64 % (resolved.dp * resolved.microbatches) > 0)
+                <= max_size
+            ), other
 
 
-def test_number_of_micro_batches_stays_with_batch_norm():
+def test_batch_norm_keeps_the_number_of_micro_batches():
     assert str(next(find_nearest_plans(parse("ddp"), 4, 2, 64, may_cut=False))) == "ddp"
     assert str(next(find_nearest_plans(parse("ddp"), 4, 3, 64, may_cut=False))) == "ddp,uneven=1"
 
 
 # On the command line
 
-WORDS = (
+TRAIN_OPTIONS = (
     "--batch",
     "64",
     "--set",
@@ -164,24 +166,33 @@ WORDS = (
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory) -> Path:
-    """Return a folder with two runs of one process: `through`, and `r`, which was stopped half way."""
-    at = tmp_path_factory.mktemp("refit")
+    """Return a folder with two runs of one process: `undisturbed`, and `r`, which has half of the steps."""
+    at = tmp_path_factory.mktemp("replan")
     write_task(at)
-    for name, steps in (("through", "12"), ("r", "6")):
+    for name, steps in (("undisturbed", "12"), ("r", "6")):
         succeed(
-            "train", "my.py:Regression", *WORDS, "--steps", steps, "--ranks", "1", "--run-dir", name, at=at
+            "train",
+            "my.py:Regression",
+            *TRAIN_OPTIONS,
+            "--steps",
+            steps,
+            "--ranks",
+            "1",
+            "--run-dir",
+            name,
+            at=at,
         )
     return at
 
 
-def as_if(run: RunFolder, **launch: object) -> None:
+def rewrite_launch(run: RunFolder, **launch: object) -> None:
     """Rewrite the request as if the run had been started with another plan and number of ranks."""
-    spec, was = run.request()
-    run.write_request(spec, was.model_copy(update=launch))
+    spec, old_launch = run.request()
+    run.write_request(spec, old_launch.model_copy(update=launch))
 
 
 @pytest.mark.parametrize(
-    ("plan", "size", "taken", "why"),
+    ("plan", "size", "new_plan", "reason"),
     [
         ("tp=4", "3", "zero3,uneven=1", "plan tp=4 requires a multiple of tp=4 = 4 ranks, got 3"),
         pytest.param(
@@ -189,37 +200,41 @@ def as_if(run: RunFolder, **launch: object) -> None:
         ),
     ],
 )
-def test_run_resumes_on_fewer_ranks(plan, size, taken, why, stopped, tmp_path):
+def test_run_resumes_on_fewer_ranks(plan, size, new_plan, reason, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     run = RunFolder(tmp_path / "r")
-    as_if(run, plan=plan, ranks=4)
+    rewrite_launch(run, plan=plan, ranks=4)
     result = succeed("resume", "r", "--ranks", size, "--steps", "12", at=tmp_path)
     started = events_of_kind(run.path, Started)[-1]
-    assert (started.plan, started.ranks, started.batch) == (taken, int(size), 64)
-    assert f"note: plan {taken} on {size} ranks, in place of {plan} on 4: {why}" in result.out, result.all
-    assert started.notes[0].startswith(f"plan {taken} on {size} ranks, in place of {plan} on 4: {why}")
-    losses = [[step.loss for step in events_of_kind(each, Step)] for each in (run.path, tmp_path / "through")]
+    assert (started.plan, started.ranks, started.batch) == (new_plan, int(size), 64)
+    assert f"note: plan {new_plan} on {size} ranks, in place of {plan} on 4: {reason}" in result.out, (
+        result.all
+    )
+    assert started.notes[0].startswith(f"plan {new_plan} on {size} ranks, in place of {plan} on 4: {reason}")
+    losses = [
+        [step.loss for step in events_of_kind(path, Step)] for path in (run.path, tmp_path / "undisturbed")
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     launch = run.request()[1]
-    assert (launch.plan, launch.ranks, launch.asked, launch.asked_ranks) == (taken, int(size), plan, 4)
+    assert (launch.plan, launch.ranks, launch.asked, launch.asked_ranks) == (new_plan, int(size), plan, 4)
 
 
-def test_requested_plan_returns_with_its_ranks(stopped, tmp_path):
-    """Only the request of a launch is computed; nothing is started."""
+def test_requested_plan_returns_with_its_number_of_ranks(stopped, tmp_path):
+    """The test computes the requests of launches and starts no process."""
     from paceline.training.replan import replan
 
     spec, launch = specs.load(stopped / "r/spec.toml", {"task": f"{stopped}/my.py:Regression"})
     first = launch.model_copy(update={"plan": "zero3", "ranks": 4})
     fewer = replan(spec, first, first.model_copy(update={"ranks": 2}))
     assert (fewer.plan, fewer.asked, fewer.asked_ranks) == ("zero3,microbatches=2", "zero3", 4)
-    least = replan(spec, fewer, fewer.model_copy(update={"ranks": 1}))
-    assert (least.plan, least.asked, least.asked_ranks) == ("single,microbatches=4", "zero3", 4)
-    again = replan(spec, least, least.model_copy(update={"ranks": 4}))
-    assert (again.plan, again.asked, again.chosen) == ("zero3", None, None)
+    single = replan(spec, fewer, fewer.model_copy(update={"ranks": 1}))
+    assert (single.plan, single.asked, single.asked_ranks) == ("single,microbatches=4", "zero3", 4)
+    restored = replan(spec, single, single.model_copy(update={"ranks": 4}))
+    assert (restored.plan, restored.asked, restored.chosen) == ("zero3", None, None)
     auto = launch.model_copy(update={"plan": "zero3", "ranks": 4, "asked": "auto"})
     assert replan(spec, auto, auto.model_copy(update={"ranks": 2})).plan == "auto"
     assert replan(spec, auto, auto.model_copy(update={"ranks": 3})).plan == "zero3,microbatches=2,uneven=1", (
-        "auto has none for 64 on 3"
+        "auto finds no plan for batch 64 on 3 ranks"
     )
 
 
