@@ -66,11 +66,11 @@ from paceline.training.checkpoint.save import load_weights, read_index
 
 pytestmark = pytest.mark.processes
 
-# Folders of others: checkpoints
+# Checkpoints in folders of other users
 
 
 class Evil:
-    """Runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, marker: Path):
         self.marker = marker
@@ -81,7 +81,7 @@ class Evil:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A run of one rank with two checkpoints."""
+    """Return a folder with my.py and `r`, a run of one rank with two checkpoints."""
     at = tmp_path_factory.mktemp("trained")
     write_task(at)
     succeed(
@@ -103,7 +103,7 @@ def trained(tmp_path_factory) -> Path:
 
 
 def forge(checkpoint: Path, files: dict[str, bytes]) -> None:
-    """Replace files of a checkpoint, with all sizes and checksums as they should be."""
+    """Replace files of a checkpoint, and update their sizes and checksums in its index."""
     for name, content in files.items():
         (checkpoint / name).write_bytes(content)
     index = json.loads((checkpoint / "checkpoint.json").read_text())
@@ -119,53 +119,53 @@ def write_index(checkpoint: Path, index: dict[str, Any]) -> None:
     )
 
 
-def instead_of_metadata(checkpoint: Path, marker: Path) -> dict[str, bytes]:
+def evil_metadata(checkpoint: Path, marker: Path) -> dict[str, bytes]:
     return {".metadata": pickle.dumps(Evil(marker))}
 
 
-def deep_in_metadata(checkpoint: Path, marker: Path) -> dict[str, bytes]:
-    found = unpickled(checkpoint)
-    found.planner_data = {"model/0.weight": Evil(marker)}
-    return {".metadata": pickle.dumps(found)}
+def evil_planner_data(checkpoint: Path, marker: Path) -> dict[str, bytes]:
+    metadata = unpickle_metadata(checkpoint)
+    metadata.planner_data = {"model/0.weight": Evil(marker)}
+    return {".metadata": pickle.dumps(metadata)}
 
 
-def bytes_for_a_tensor(checkpoint: Path, marker: Path) -> dict[str, bytes]:
-    """The metadata make torch's planner call `torch.load(weights_only=False)` for every entry."""
+def evil_bytes_entry(checkpoint: Path, marker: Path) -> dict[str, bytes]:
+    """Return metadata that make torch's planner call `torch.load(weights_only=False)` for each entry."""
     content = io.BytesIO()
     torch.save(Evil(marker), content)
-    found = unpickled(checkpoint)
-    place = next(iter(found.storage_data.values()))
-    place.offset, place.length = 0, len(content.getvalue())
-    found.state_dict_metadata = {name: dcp.BytesStorageMetadata() for name in found.state_dict_metadata}
-    found.storage_data = {dcp.MetadataIndex(name): place for name in found.state_dict_metadata}
-    return {".metadata": pickle.dumps(found), place.relative_path: content.getvalue()}
+    metadata = unpickle_metadata(checkpoint)
+    location = next(iter(metadata.storage_data.values()))
+    location.offset, location.length = 0, len(content.getvalue())
+    metadata.state_dict_metadata = {name: dcp.BytesStorageMetadata() for name in metadata.state_dict_metadata}
+    metadata.storage_data = {dcp.MetadataIndex(name): location for name in metadata.state_dict_metadata}
+    return {".metadata": pickle.dumps(metadata), location.relative_path: content.getvalue()}
 
 
 def evil_tensors(checkpoint: Path, marker: Path) -> dict[str, bytes]:
-    """The metadata are as they were, and each tensor is something else."""
+    """Return valid metadata and a tensor file with other objects."""
     content = io.BytesIO()
     torch.save(Evil(marker), content)
-    found = unpickled(checkpoint)
-    for place in found.storage_data.values():
-        place.offset, place.length = 0, len(content.getvalue())
-    return {".metadata": pickle.dumps(found), place.relative_path: content.getvalue()}
+    metadata = unpickle_metadata(checkpoint)
+    for location in metadata.storage_data.values():
+        location.offset, location.length = 0, len(content.getvalue())
+    return {".metadata": pickle.dumps(metadata), location.relative_path: content.getvalue()}
 
 
-def unpickled(checkpoint: Path) -> Any:
+def unpickle_metadata(checkpoint: Path) -> Any:
     return pickle.loads((checkpoint / ".metadata").read_bytes())
 
 
 Attack = Callable[[Path, Path], dict[str, bytes]]
 ATTACKS: dict[Attack, str] = {
-    instead_of_metadata: "it names posix.system, which no checkpoint contains",
-    deep_in_metadata: "it names posix.system, which no checkpoint contains",
-    bytes_for_a_tensor: "is no tensor, and a checkpoint holds only tensors",
+    evil_metadata: "it names posix.system, which no checkpoint contains",
+    evil_planner_data: "it names posix.system, which no checkpoint contains",
+    evil_bytes_entry: "is no tensor, and a checkpoint holds only tensors",
     evil_tensors: "cannot be read",
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_a_checkpoint_runs_no_code(trained, tmp_path, attack):
+def test_forged_checkpoint_runs_no_code(trained, tmp_path, attack):
     shutil.copytree(trained, tmp_path / "at")
     at, marker = tmp_path / "at", tmp_path / "PWNED"
     for step in (2, 4):
@@ -181,79 +181,80 @@ def test_a_checkpoint_runs_no_code(trained, tmp_path, attack):
         assert ATTACKS[attack] in refused.all
         assert "Traceback" not in refused.all
     assert not (at / "w.safetensors").exists()
-    assert sorted(path.name for path in (at / "r/ckpt").iterdir()) == ["step_2", "step_4"], "nothing was lost"
+    assert sorted(path.name for path in (at / "r/ckpt").iterdir()) == ["step_2", "step_4"], (
+        "a checkpoint was deleted"
+    )
 
 
-def test_the_attacks_would_work_on_torch_alone(trained, tmp_path):
-    """Else they would prove nothing."""
+def test_torch_alone_runs_the_code_of_the_attacks(trained, tmp_path):
+    """Negative control: the attacks work if Paceline does not check the metadata."""
     from torch.distributed.checkpoint import FileSystemReader, load
 
     shutil.copytree(trained / "r/ckpt/step_4", tmp_path / "a")
-    forge(tmp_path / "a", instead_of_metadata(tmp_path / "a", tmp_path / "PWNED"))
+    forge(tmp_path / "a", evil_metadata(tmp_path / "a", tmp_path / "PWNED"))
     assert not (tmp_path / "PWNED").exists()
     with pytest.raises(AttributeError):
         FileSystemReader(tmp_path / "a").read_metadata()
     assert (tmp_path / "PWNED").exists()
 
     shutil.copytree(trained / "r/ckpt/step_2", tmp_path / "b")
-    forge(tmp_path / "b", bytes_for_a_tensor(tmp_path / "b", tmp_path / "PWNED-too"))
-    name = next(iter(unpickled(tmp_path / "b").state_dict_metadata))
+    forge(tmp_path / "b", evil_bytes_entry(tmp_path / "b", tmp_path / "PWNED-too"))
+    name = next(iter(unpickle_metadata(tmp_path / "b").state_dict_metadata))
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
         load({name: torch.zeros(1)}, storage_reader=FileSystemReader(tmp_path / "b"), no_dist=True)
     assert (tmp_path / "PWNED-too").exists()
 
 
-def change(found: Any, what: str) -> None:
-    """Metadata that torch would take as they are."""
-    name, entry = next(iter(found.state_dict_metadata.items()))
-    place = next(iter(found.storage_data.values()))
-    match what:
-        case "a file elsewhere":
-            place.relative_path = "../../../../other.distcp"
-        case "a file from the root":
-            place.relative_path = "/etc/passwd"
-        case "before the beginning":
-            place.offset = -5
-        case "more than there is":
+def tamper(metadata: Any, change: str) -> None:
+    """Change metadata in a way that torch would not notice."""
+    name, entry = next(iter(metadata.state_dict_metadata.items()))
+    location = next(iter(metadata.storage_data.values()))
+    match change:
+        case "file outside the checkpoint":
+            location.relative_path = "../../../../other.distcp"
+        case "absolute path":
+            location.relative_path = "/etc/passwd"
+        case "negative offset":
+            location.offset = -5
+        case "tensor larger than the file":
             entry.size, entry.chunks = (
                 torch.Size([10**14]),
                 [dcp.ChunkStorageMetadata(torch.Size([0]), torch.Size([10**14]))],
             )
-        case "a part missing":
+        case "missing chunk":
             entry.chunks = []
-        case "a part outside":
+        case "chunk outside the tensor":
             entry.chunks[0].offsets = torch.Size([7] * len(entry.size))
-        case "no text":
-            found.state_dict_metadata[5] = found.state_dict_metadata.pop(name)
-        case "no list":
+        case "name is not a string":
+            metadata.state_dict_metadata[5] = metadata.state_dict_metadata.pop(name)
+        case "chunks are not a list":
             entry.chunks = {"a": 1}
-        case "nothing":
-            found.state_dict_metadata = None
+        case "no entries":
+            metadata.state_dict_metadata = None
 
 
 @pytest.mark.parametrize(
-    "what",
+    "change",
     [
-        "a file elsewhere",
-        "a file from the root",
-        "before the beginning",
-        "more than there is",
-        "a part missing",
-        "a part outside",
-        "no text",
-        "no list",
-        "nothing",
+        "file outside the checkpoint",
+        "absolute path",
+        "negative offset",
+        "tensor larger than the file",
+        "missing chunk",
+        "chunk outside the tensor",
+        "name is not a string",
+        "chunks are not a list",
+        "no entries",
     ],
 )
-def test_metadata_that_were_tampered_with_are_refused(trained, tmp_path, what):
-
+def test_tampered_metadata_are_refused(trained, tmp_path, change):
     at = tmp_path / "step_4"
     shutil.copytree(trained / "r/ckpt/step_4", at)
-    found = unpickled(at)
-    forge(at, {".metadata": pickle.dumps(found)})
+    metadata = unpickle_metadata(at)
+    forge(at, {".metadata": pickle.dumps(metadata)})
     load_weights(at)
-    change(found, what)
-    forge(at, {".metadata": pickle.dumps(found)})
+    tamper(metadata, change)
+    forge(at, {".metadata": pickle.dumps(metadata)})
     with pytest.raises(CheckpointError, match=r"is damaged: \.metadata"):
         load_weights(at)
 
@@ -262,8 +263,7 @@ def test_metadata_that_were_tampered_with_are_refused(trained, tmp_path, what):
     "content",
     [b"", b"junk", b"\x80\x04.", b"\x80\x04N.", b"\x80\x04(((((.", b"cos\nsystem\n(S'x'\ntR.", b"P1\n."],
 )
-def test_metadata_that_are_no_pickle_of_ours_are_refused(trained, tmp_path, content):
-
+def test_metadata_that_are_not_a_checkpoint_pickle_are_refused(trained, tmp_path, content):
     at = tmp_path / "step_4"
     shutil.copytree(trained / "r/ckpt/step_4", at)
     forge(at, {".metadata": content})
@@ -271,7 +271,7 @@ def test_metadata_that_are_no_pickle_of_ours_are_refused(trained, tmp_path, cont
         load_weights(at)
 
 
-def test_metadata_that_were_changed_at_random_are_read_or_refused(trained, tmp_path):
+def test_randomly_changed_metadata_are_read_or_refused(trained, tmp_path):
     whole, draw = (trained / "r/ckpt/step_4/.metadata").read_bytes(), random.Random(0)
     refused = 0
     for _ in range(400):
@@ -295,9 +295,8 @@ def test_metadata_that_were_changed_at_random_are_read_or_refused(trained, tmp_p
         read_metadata(tmp_path, (), 10**6)
 
 
-def test_a_pickle_cannot_change_the_classes_that_it_names(trained, tmp_path):
-    """BUILD sets attributes of whatever object it is given, also of a class."""
-
+def test_pickle_cannot_change_the_classes_that_it_names(trained, tmp_path):
+    """The opcode BUILD sets attributes of any object, also of a class."""
     at = tmp_path / "step_4"
     shutil.copytree(trained / "r/ckpt/step_4", at)
     whole = (at / ".metadata").read_bytes()
@@ -316,7 +315,7 @@ def test_a_pickle_cannot_change_the_classes_that_it_names(trained, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../../spec.toml", "/etc/passwd", "..", "", "a\nb", "pipe"])
-def test_an_index_names_only_regular_files_of_its_folder(trained, tmp_path, name):
+def test_index_with_files_outside_its_folder_is_damaged(trained, tmp_path, name):
     shutil.copytree(trained / "r", tmp_path / "r")
     shutil.rmtree(tmp_path / "r/ckpt/step_2")
     at = tmp_path / "r/ckpt/step_4"
@@ -345,8 +344,7 @@ def test_an_index_names_only_regular_files_of_its_folder(trained, tmp_path, name
         ("tied", [1]),
     ],
 )
-def test_an_index_of_another_kind_is_damaged(trained, tmp_path, key, value):
-
+def test_index_with_values_of_wrong_types_is_damaged(trained, tmp_path, key, value):
     index = json.loads((trained / "r/ckpt/step_4/checkpoint.json").read_text())
     write_index(tmp_path, index)
     assert read_index(tmp_path).step == 4
@@ -355,12 +353,12 @@ def test_an_index_of_another_kind_is_damaged(trained, tmp_path, key, value):
         read_index(tmp_path)
 
 
-def test_whole_checkpoints_are_read_as_before(trained, tmp_path):
+def test_intact_checkpoint_exports_the_weights_that_torch_loads(trained, tmp_path):
     succeed("export", trained / "r", "w.safetensors", at=tmp_path)
-    found = load_file(tmp_path / "w.safetensors")
+    exported = load_file(tmp_path / "w.safetensors")
     expected = {
         name: torch.empty(meta.size)
-        for name, meta in unpickled(trained / "r/ckpt/step_4").state_dict_metadata.items()
+        for name, meta in unpickle_metadata(trained / "r/ckpt/step_4").state_dict_metadata.items()
     }
     from torch.distributed.checkpoint import FileSystemReader, load
 
@@ -369,53 +367,53 @@ def test_whole_checkpoints_are_read_as_before(trained, tmp_path):
     weights = {
         name.removeprefix("model/"): tensor for name, tensor in expected.items() if name.startswith("model/")
     }
-    assert found.keys() == weights.keys()
-    assert all(found[name].equal(weights[name]) for name in weights)
+    assert exported.keys() == weights.keys()
+    assert all(exported[name].equal(weights[name]) for name in weights)
     assert RunFolder(trained / "r").checkpoints() == [2, 4]
 
 
 # The network: stores
 
 
-def sockets() -> set[tuple[str, int]]:
-    """Addresses and ports on which this process listens."""
+def listening_sockets() -> set[tuple[str, int]]:
+    """Return the addresses and ports on which this process listens."""
     return {
-        tuple(one.laddr)
-        for one in psutil.Process().net_connections("inet")
-        if one.status == psutil.CONN_LISTEN
+        tuple(connection.laddr)
+        for connection in psutil.Process().net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
     }
 
 
-def listening(pids: Iterable[int]) -> dict[int, set[str]]:
-    """By process the addresses on which it listens."""
-    found: dict[int, set[str]] = {pid: set() for pid in pids}
-    for pid, addresses in found.items():
+def listening_addresses(pids: Iterable[int]) -> dict[int, set[str]]:
+    """Return the addresses on which each process listens."""
+    by_pid: dict[int, set[str]] = {pid: set() for pid in pids}
+    for pid, addresses in by_pid.items():
         with contextlib.suppress(psutil.NoSuchProcess):
             addresses |= {
-                one.laddr.ip
-                for one in psutil.Process(pid).net_connections("inet")
-                if one.status == psutil.CONN_LISTEN
+                connection.laddr.ip
+                for connection in psutil.Process(pid).net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
             }
-    return found
+    return by_pid
 
 
-def ports(pid: int) -> list[int]:
+def listening_ports(pid: int) -> list[int]:
     return [
-        one.laddr.port
-        for one in psutil.Process(pid).net_connections("inet")
-        if one.status == psutil.CONN_LISTEN
+        connection.laddr.port
+        for connection in psutil.Process(pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
     ]
 
 
-def test_a_store_listens_on_its_address_alone():
-    before = sockets()
-    stock = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert {address for address, _ in sockets() - before} != {"127.0.0.1"}, (
-        "torch's own listens everywhere, and this test can tell"
+def test_store_listens_only_on_its_address():
+    before = listening_sockets()
+    torch_store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert {address for address, _ in listening_sockets() - before} != {"127.0.0.1"}, (
+        "negative control: a store of torch listens on all interfaces"
     )
-    del stock
+    del torch_store
     store = open_store()
-    assert sockets() - before == {("127.0.0.1", store.port)}
+    assert listening_sockets() - before == {("127.0.0.1", store.port)}
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
     client.set("a", "b")
     assert store.get("a") == b"b"
@@ -428,16 +426,16 @@ def test_a_store_listens_on_its_address_alone():
     open_store("127.0.0.1", port)
 
 
-def test_pools_listen_on_loopback_alone():
-    me = os.getpid()
-    before = listening([me])[me]
+def test_rank_pool_listens_only_on_loopback():
+    pid = os.getpid()
+    before = listening_addresses([pid])[pid]
     with Pool(1) as pool:
         pool.start()
-        assert listening([me])[me] - before <= {"127.0.0.1"}
-        assert ports(me)
+        assert listening_addresses([pid])[pid] - before <= {"127.0.0.1"}
+        assert listening_ports(pid)
 
 
-def test_the_source_opens_stores_and_creates_files_in_the_safe_way():
+def test_source_opens_no_public_store_and_creates_files_with_a_mode():
     """torch's store with `is_master` listens everywhere; `os.open` makes executable files by default."""
     for path in Path(paceline_package.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -448,21 +446,21 @@ def test_the_source_opens_stores_and_creates_files_in_the_safe_way():
                 )
             if not isinstance(node, ast.Call):
                 continue
-            called = ast.unparse(node.func)
-            if called.endswith("TCPStore") and path.match("distributed/store.py"):
+            function = ast.unparse(node.func)
+            if function.endswith("TCPStore") and path.match("distributed/store.py"):
                 assert "master_listen_fd" in ast.unparse(node)
-            elif called.endswith("TCPStore"):
-                said = [
+            elif function.endswith("TCPStore"):
+                is_master = [
                     *node.args[3:4],
                     *(keyword.value for keyword in node.keywords if keyword.arg == "is_master"),
                 ]
-                assert [ast.unparse(one) for one in said] == ["False"], f"{where}: use open_store"
-            if called == "os.open" and "O_CREAT" in ast.unparse(node):
-                assert len(node.args) == 3, f"{where}: say the mode, 0o666 for the user's umask"
+                assert [ast.unparse(value) for value in is_master] == ["False"], f"{where}: use open_store"
+            if function == "os.open" and "O_CREAT" in ast.unparse(node):
+                assert len(node.args) == 3, f"{where}: specify the mode, 0o666 for the user's umask"
 
 
-def test_a_training_leaves_the_interfaces_as_they_were(monkeypatch):
-    """In a process that trains twice, the second time perhaps with ranks on other machines."""
+def test_training_restores_the_interface_variables(monkeypatch):
+    """A process may train again, with ranks on other machines."""
     for name in network_interface.INTERFACE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
@@ -473,21 +471,21 @@ def test_a_training_leaves_the_interfaces_as_they_were(monkeypatch):
     } == {"NCCL_SOCKET_IFNAME": ""}
 
 
-def test_ranks_of_one_machine_stay_there(monkeypatch):
-    """gloo, RPC and NCCL would listen where the name of this machine points to."""
-    monkeypatch.setattr(network_interface.os, "environ", found := {"NCCL_SOCKET_IFNAME": "eth7"})
+def test_ranks_of_one_machine_use_the_loopback_interface(monkeypatch):
+    """By default, gloo, RPC and NCCL listen on the address of the host name."""
+    monkeypatch.setattr(network_interface.os, "environ", environ := {"NCCL_SOCKET_IFNAME": "eth7"})
     use_loopback()
     loopback = {
         name
         for name, addresses in psutil.net_if_addrs().items()
-        if any(one.address == "127.0.0.1" for one in addresses)
+        if any(address.address == "127.0.0.1" for address in addresses)
     }
-    assert {found["GLOO_SOCKET_IFNAME"], found["TP_SOCKET_IFNAME"]} <= loopback
-    assert found["NCCL_SOCKET_IFNAME"] == "eth7", "what was said stays"
+    assert {environ["GLOO_SOCKET_IFNAME"], environ["TP_SOCKET_IFNAME"]} <= loopback
+    assert environ["NCCL_SOCKET_IFNAME"] == "eth7", "a variable of the user was replaced"
 
 
 @pytest.mark.parametrize("plan", ["ddp", pytest.param("parameter-server", marks=pytest.mark.slow)])
-def test_a_local_training_while_it_is_attacked(tmp_path, plan):
+def test_attacked_local_training_runs_no_code(tmp_path, plan):
     """It listens on loopback, unpickles nothing from its store, and creates files with the user's umask."""
     write_task(tmp_path)
     slow, run = set_sample_delay(tmp_path / "slow", 0.1), tmp_path / "r"
@@ -509,11 +507,11 @@ def test_a_local_training_while_it_is_attacked(tmp_path, plan):
     with start(*words, at=tmp_path, program=shell, SLOW=str(slow)) as running:
         running.wait_for_step(run, 1)
         launcher = running.process.pid
-        found = listening(process.pid for process in running.remaining_processes())
-        assert found[launcher]
-        assert len([pid for pid in found if found[pid]]) >= 3, "the launcher and two ranks"
-        assert set().union(*found.values()) == {"127.0.0.1"}
-        for port in ports(launcher):
+        addresses = listening_addresses(process.pid for process in running.remaining_processes())
+        assert addresses[launcher]
+        assert len([pid for pid in addresses if addresses[pid]]) >= 3, "the launcher and two ranks"
+        assert set().union(*addresses.values()) == {"127.0.0.1"}
+        for port in listening_ports(launcher):
             attack_store(port, "r", tmp_path / "PWNED")
         set_sample_delay(slow, 0.0)
         assert running.wait().status == 0
@@ -524,7 +522,7 @@ def test_a_local_training_while_it_is_attacked(tmp_path, plan):
 
 
 def attack_store(port: int, run: str, marker: Path) -> None:
-    """What torch's elastic agents would unpickle."""
+    """Write an evil pickle to the keys that torch's elastic agents unpickle."""
     client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
     content = base64.b64encode(pickle.dumps(Evil(marker))).decode()
     client.set(f"torch.rendezvous.{run}", content)
@@ -533,10 +531,10 @@ def attack_store(port: int, run: str, marker: Path) -> None:
             client.set(key, content)
 
 
-KEPT_S = 1.1  # for so long torch's agents take what they have read as it was
+CACHE_S = 1.1  # torch's agents cache the state that they read for less than this
 
 
-def agents_handler(store: dist.Store, backend: Any, name: str) -> Any:
+def build_handler(store: dist.Store, backend: Any, name: str) -> Any:
     return create_handler(
         store,
         backend,
@@ -544,53 +542,53 @@ def agents_handler(store: dist.Store, backend: Any, name: str) -> Any:
     )
 
 
-def test_agents_of_several_nodes_unpickle_only_what_they_have_sealed(tmp_path):
+def test_elastic_agents_unpickle_only_state_with_their_key(tmp_path):
     key = "k" * 64
     name = build_run_id("r", key)
     assert name.startswith("r-")
     assert key[:8] not in name
     assert build_run_id("r", "another") != name
     store = open_store(timeout=timedelta(seconds=10))
-    handler = agents_handler(store, SealedBackend(store, name, key), name)
-    found = handler.next_rendezvous()
-    assert (found.rank, found.world_size, handler.num_nodes_waiting()) == (0, 1, 0)
+    handler = build_handler(store, SealedBackend(store, name, key), name)
+    rendezvous = handler.next_rendezvous()
+    assert (rendezvous.rank, rendezvous.world_size, handler.num_nodes_waiting()) == (0, 1, 0)
     attack_store(store.port, name, tmp_path / "PWNED")
-    time.sleep(KEPT_S)
+    time.sleep(CACHE_S)
     with pytest.raises(RendezvousStateError, match="holds a state without its key"):
         handler.num_nodes_waiting()
     assert not (tmp_path / "PWNED").exists()
     handler._stop_heartbeats()
 
-    stock = agents_handler(store, C10dRendezvousBackend(store, "s"), "s")
-    stock.next_rendezvous()
-    stock._stop_heartbeats()
+    torch_handler = build_handler(store, C10dRendezvousBackend(store, "s"), "s")
+    torch_handler.next_rendezvous()
+    torch_handler._stop_heartbeats()
     attack_store(store.port, "s", tmp_path / "PWNED")
-    time.sleep(KEPT_S)
+    time.sleep(CACHE_S)
     with contextlib.suppress(AttributeError):
-        stock.num_nodes_waiting()
-    assert (tmp_path / "PWNED").exists(), "torch's own would have run it, so the attack is one"
+        torch_handler.num_nodes_waiting()
+    assert (tmp_path / "PWNED").exists(), "negative control: the backend of torch runs the code"
 
 
-def test_ranks_share_a_key_that_nobody_else_reads(tmp_path):
-    me = [World(rank=rank, size=2, local_size=2, launcher="slurm", job="1-0-0") for rank in (0, 1)]
-    note = tmp_path / ".meet-slurm-1-0-0"
-    with ThreadPoolExecutor(1) as aside:
-        first = aside.submit(meet_through_file, me[0], timedelta(seconds=20), tmp_path)
-        while not note.exists():
+def test_rendezvous_file_is_private_and_deleted(tmp_path):
+    worlds = [World(rank=rank, size=2, local_size=2, launcher="slurm", job="1-0-0") for rank in (0, 1)]
+    file = tmp_path / ".meet-slurm-1-0-0"
+    with ThreadPoolExecutor(1) as executor:
+        first = executor.submit(meet_through_file, worlds[0], timedelta(seconds=20), tmp_path)
+        while not file.exists():
             assert not first.done()
-        assert stat.S_IMODE(note.stat().st_mode) == 0o600
-        store, key = meet_through_file(me[1], timedelta(seconds=20), tmp_path)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        store, key = meet_through_file(worlds[1], timedelta(seconds=20), tmp_path)
         assert first.result()[1] == key
         assert len(key) == 64
         assert store.host == "127.0.0.1"
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_meeting_place_of_somebody_else_is_refused(tmp_path):
-    note = tmp_path / ".meet-slurm-1-0-0"
-    note.write_text("127.0.0.1:1 " + "0" * 64)
-    os.chown(note, 12345, 12345)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a file")
+def test_rendezvous_file_of_another_user_is_refused(tmp_path):
+    file = tmp_path / ".meet-slurm-1-0-0"
+    file.write_text("127.0.0.1:1 " + "0" * 64)
+    os.chown(file, 12345, 12345)
     with pytest.raises(RunError, match=r"belongs to user 12345, .*; remove that permission: chmod go-w"):
         meet_through_file(
             World(rank=1, size=2, local_size=2, launcher="slurm", job="1-0-0"),
@@ -599,9 +597,9 @@ def test_a_meeting_place_of_somebody_else_is_refused(tmp_path):
         )
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a file")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
-def test_code_that_somebody_else_has_compiled_is_not_run(tmp_path, monkeypatch):
+def test_compile_cache_of_another_user_is_refused(tmp_path, monkeypatch):
     for owner in (os.geteuid(), 12345):
         os.chown(tmp_path, owner, owner)
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -614,12 +612,12 @@ def test_code_that_somebody_else_has_compiled_is_not_run(tmp_path, monkeypatch):
         assert "forward" not in vars(layer)
 
 
-# Files that are written
+# Files that Paceline writes
 
 
 @pytest.fixture
 def targets(tmp_path) -> dict[str, Path]:
-    """What is no regular file, and must stay what it is."""
+    """Return paths that are not regular files, which no command may replace."""
     at = tmp_path / "targets"
     at.mkdir()
     (at / "victim").write_text("mine")
@@ -627,20 +625,20 @@ def targets(tmp_path) -> dict[str, Path]:
     os.mkfifo(at / "pipe")
     (at / "link").symlink_to("victim")
     (at / "dangling").symlink_to("new")
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(at / "socket"))
+    with socket.socket(socket.AF_UNIX) as unix_socket:
+        unix_socket.bind(str(at / "socket"))
     if os.geteuid() == 0:
-        with contextlib.suppress(PermissionError):  # in a container that may make none
+        with contextlib.suppress(PermissionError):  # containers may forbid device files
             os.mknod(at / "device", 0o666 | stat.S_IFCHR, os.makedev(1, 7))  # as /dev/full
     return {path.name: path for path in at.iterdir() if path.name != "victim"}
 
 
-def as_they_were(targets: dict[str, Path]) -> bool:
+def are_unchanged(targets: dict[str, Path]) -> bool:
     kinds = {name: stat.S_IFMT(path.lstat().st_mode) for name, path in targets.items()}
-    found = {path.name for path in targets["pipe"].parent.iterdir()}
+    names = {path.name for path in targets["pipe"].parent.iterdir()}
     return (
         stat.S_IFREG not in kinds.values()
-        and found == {*targets, "victim"}
+        and names == {*targets, "victim"}
         and (targets["pipe"].parent / "victim").read_text() == "mine"
         and not (targets["folder"] / "x").exists()
     )
@@ -652,23 +650,23 @@ def test_only_regular_files_are_replaced(targets, tmp_path):
             RunError, match=rf"cannot write .*/{name}: it is a .*, and only regular files are replaced"
         ):
             write_whole(path, "evil")
-    assert as_they_were(targets)
+    assert are_unchanged(targets)
     file = tmp_path / "file.json"
     for text in ("first", "second"):
         write_whole(file, text)
         assert file.read_text() == text
-    with pytest.raises(ZeroDivisionError), replaced(file) as beside:
-        beside.write_text(f"half {1 / 0}")
+    with pytest.raises(ZeroDivisionError), replaced(file) as new_file:
+        new_file.write_text(f"half {1 / 0}")
     assert file.read_text() == "second"
     with pytest.raises(RunError, match="File name too long"):
         write_whole(tmp_path / ("x" * 300), "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.json", "targets"], (
-        "nothing half done stays"
+        "a partial file is left"
     )
 
 
-def test_no_command_replaces_anything_but_a_regular_file(trained, targets, tmp_path):
-    """Each of these commands would write there, and says at once that it does not."""
+def test_commands_replace_only_regular_files(trained, targets, tmp_path):
+    """Each of these commands fails before it starts its work."""
     run = trained / "r"
     commands: list[tuple[str | Path, ...]] = [
         ("export", run, "FILE", "--force"),
@@ -690,27 +688,27 @@ def test_no_command_replaces_anything_but_a_regular_file(trained, targets, tmp_p
         assert result.status == 2, f"{words} {name}\n{result.all}"
         assert f"cannot write {targets[name]}: it is a" in result.err, f"{words} {name}\n{result.all}"
         assert "Traceback" not in result.err
-    picture = targets["link"].rename(targets["link"].with_suffix(".svg"))
-    targets |= {"link.svg": picture}
+    plot = targets["link"].rename(targets["link"].with_suffix(".svg"))
+    targets |= {"link.svg": plot}
     del targets["link"]
     for words in (
-        ("plan", "resnet-50", "--ranks", "2", "--batch", "8", "--plot", picture),
-        ("bench", "compute", "--plot", picture),
+        ("plan", "resnet-50", "--ranks", "2", "--batch", "8", "--plot", plot),
+        ("bench", "compute", "--plot", plot),
     ):
         result = paceline(*words, at=tmp_path)
         assert (result.status, "it is a link" in result.err) == (2, True), result.all
-    assert as_they_were(targets)
+    assert are_unchanged(targets)
 
 
 # Names that reach job scripts, terminals and Slurm
 
-CONTROL = ("d/x\ntouch PWNED\n#", "a\rb", "a\x1b[2Jb", "a\x00b", "a\u2028b", "a\udcffb")
+CONTROL_CHARACTERS = ("d/x\ntouch PWNED\n#", "a\rb", "a\x1b[2Jb", "a\x00b", "a\u2028b", "a\udcffb")
 
 
-def test_no_text_of_a_job_script_makes_a_line(tmp_path):
-    """Each field by itself, whatever it is for."""
+def test_control_characters_in_a_job_script_are_refused(tmp_path):
+    """Each field is checked separately."""
     job = Job(Path("/r"), Path("/f"), nodes=1, ranks_per_node=1, time="10", python="python")
-    for bad in CONTROL:
+    for bad in CONTROL_CHARACTERS:
         for change in ({"run": Path("/") / bad}, {"folder": Path("/") / bad}, {"time": bad}, {"python": bad}):
             with pytest.raises(LaunchError, match="a single line of printable text"):
                 dataclasses.replace(job, **change)
@@ -731,8 +729,8 @@ def test_no_text_of_a_job_script_makes_a_line(tmp_path):
 
 
 @pytest.mark.parametrize("words", [("submit", "digits", "--dry-run"), ("train", "digits")])
-def test_a_newline_in_the_name_of_a_run_is_refused(words, tmp_path):
-    refused = paceline(*words, "--run-dir", CONTROL[0], at=tmp_path)
+def test_newline_in_the_name_of_a_run_is_refused(words, tmp_path):
+    refused = paceline(*words, "--run-dir", CONTROL_CHARACTERS[0], at=tmp_path)
     assert (refused.status, refused.out) == (2, "")
     assert (
         refused.err == "paceline: run must be a single line of printable text, got 'd/x\\ntouch PWNED\\n#'\n"
@@ -740,7 +738,7 @@ def test_a_newline_in_the_name_of_a_run_is_refused(words, tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_newline_in_the_folder_of_a_command_is_refused(tmp_path):
+def test_newline_in_the_working_folder_is_refused(tmp_path):
     (folder := tmp_path / "a\ntouch PWNED\n#").mkdir()
     refused = paceline("submit", "digits", "--dry-run", "--run-dir", "r", at=folder)
     assert (refused.status, refused.out) == (2, "")
@@ -751,8 +749,8 @@ def test_a_newline_in_the_folder_of_a_command_is_refused(tmp_path):
     "name",
     ["$(touch PWNED)", "`touch PWNED`", '";touch PWNED;"', "';touch PWNED;'", "a b", "&touch PWNED", "-n"],
 )
-def test_a_script_that_is_run_runs_nothing_of_its_names(name, tmp_path):
-    """bash reads it, up to the ranks; Slurm's commands are not there."""
+def test_job_script_does_not_run_commands_in_names(name, tmp_path):
+    """bash runs the script; the commands of Slurm do not exist."""
     job = Job(tmp_path / name, tmp_path, nodes=1, ranks_per_node=1, time="10", python=f"/none/{name}")
     site = Site(
         modules=(name,),
@@ -760,7 +758,8 @@ def test_a_script_that_is_run_runs_nothing_of_its_names(name, tmp_path):
         environment={"A": name},
         account=name,
         log=f"{name}.log",
-        scratch=name if "$" not in name else "/s",  # where variables count, and commands with them
+        # the script expands variables, and so commands, in this field
+        scratch=name if "$" not in name else "/s",
         stage_in=name,
     )
     (tmp_path / name).mkdir()
@@ -775,20 +774,21 @@ def test_a_script_that_is_run_runs_nothing_of_its_names(name, tmp_path):
         assert not list(tmp_path.rglob("PWNED")), script
 
 
-OURS = (
-    "--array=1-4|--array 1-4|-a1-4|-a 1-4|-Ha1-4|--arr=1-4|--exclusive --array=1-4|--comment='a b' "
-    "-a1|--nodes=3|-N3|-n 3|--ntasks=3|"
-    "--ntasks-per-node=3|-o x|--output=x|--signal=USR2|--open-mode=truncate|--wrap=ls"
+# Options that the job script sets, separated by |
+OPTIONS_OF_THE_SCRIPT = (
+    "--array=1-4|--array 1-4|-a1-4|-a 1-4|-Ha1-4|--arr=1-4|--exclusive --array=1-4|--comment='a b' -a1|"
+    "--nodes=3|-N3|-n 3|--ntasks=3|--ntasks-per-node=3|"
+    "-o x|--output=x|--signal=USR2|--open-mode=truncate|--wrap=ls"
 )
 
 
-@pytest.mark.parametrize("option", OURS.split("|"))
-def test_a_site_cannot_contradict_the_job_script(option):
+@pytest.mark.parametrize("option", OPTIONS_OF_THE_SCRIPT.split("|"))
+def test_site_options_that_contradict_the_job_script_are_refused(option):
     with pytest.raises(ValidationError, match="which conflicts with the job script of Paceline; "):
         Site(sbatch=(option,))
 
 
-def test_further_options_of_a_site_are_passed_on():
+def test_other_options_of_a_site_are_kept():
     options = (
         "--exclusive",
         "--nodelist=n1",
@@ -802,13 +802,13 @@ def test_further_options_of_a_site_are_passed_on():
     assert Site(sbatch=options).sbatch == options
 
 
-def test_a_job_array_is_refused_in_words(tmp_path):
+def test_job_array_is_refused(tmp_path):
     (tmp_path / "site.toml").write_text('sbatch = ["--array=1-4"]\n')
     refused = paceline("submit", "digits", "--dry-run", at=tmp_path)
     assert (refused.status, refused.out) == (2, "")
     assert (
-        "site.toml: sbatch has '--array=1-4', which conflicts with the job script of Paceline; its "
-        "tasks would all train in one run folder" in refused.err
+        "site.toml: sbatch has '--array=1-4', which conflicts with the job script of Paceline; "
+        "its tasks would all train in one run folder" in refused.err
     )
     assert "submit each training separately, with a different --run-dir" in refused.err
     (tmp_path / "r").mkdir()
@@ -817,13 +817,13 @@ def test_a_job_array_is_refused_in_words(tmp_path):
     result = subprocess.run(
         ["bash", "-c", render(job, Site())], capture_output=True, text=True, timeout=30, env=environ
     )
-    assert result.returncode == 2, "by hand: sbatch --array=1-4 job.sh"
+    assert result.returncode == 2, "after sbatch --array=1-4 job.sh by a user"
     assert "tasks of a job array would all train in" in result.stderr
-    assert [*(tmp_path / "r").iterdir()] == [], "the file of another task is left alone"
+    assert [*(tmp_path / "r").iterdir()] == [], "the script wrote into the run folder"
 
 
 @pytest.mark.parametrize(
-    ("time", "said"),
+    ("time", "message"),
     [
         ("tomorrow", "is not a time"),
         ("٢", "is not a time"),
@@ -832,18 +832,19 @@ def test_a_job_array_is_refused_in_words(tmp_path):
         ("1", "must be above notice_s="),
     ],
 )
-def test_a_time_is_read_before_the_script_is_shown(time, said, tmp_path):
+def test_invalid_time_is_refused_in_a_dry_run(time, message, tmp_path):
     refused = paceline("submit", "digits", "--time", time, "--dry-run", at=tmp_path)
     assert (refused.status, refused.out) == (2, "")
-    assert said in refused.err
+    assert message in refused.err
     assert "Traceback" not in refused.err
 
 
-# Run folders of others
+# Run folders of other users
 
 
 @pytest.fixture
 def run(trained, tmp_path) -> Path:
+    """Return a copy of the run folder `r` of `trained`."""
     shutil.copytree(trained / "r", tmp_path / "r")
     return tmp_path / "r"
 
@@ -857,7 +858,7 @@ def test_only_folders_with_plain_numbers_are_checkpoints(run):
     assert "of r/ckpt/step_4" in result.out
 
 
-def test_what_a_run_holds_is_of_its_kind(run):
+def test_run_with_files_of_wrong_kinds_is_refused(run):
     """A pipe would block each reader; a file named like the checkpoint folder would lose the training."""
     for name in (
         "ckpt",
@@ -871,13 +872,13 @@ def test_what_a_run_holds_is_of_its_kind(run):
         "provenance.json",
     ):
         path, kind = run / name, "folder" if name in ("ckpt", "ranks", "tensorboard") else "file"
-        was = path.rename(run / "was") if path.exists() else None
+        original = path.rename(run / "original") if path.exists() else None
         path.touch() if kind == "folder" else os.mkfifo(path)
         with pytest.raises(RunError, match=rf"r/{name} must be a {kind} in a run folder; move it away"):
             open_run(run)
         path.unlink()
-        if was is not None:
-            was.rename(path)
+        if original is not None:
+            original.rename(path)
     shutil.rmtree(run / "ckpt")
     (run / "ckpt").touch()
     for words in (
@@ -896,11 +897,11 @@ def test_what_a_run_holds_is_of_its_kind(run):
         ), words
 
 
-def test_slurm_gets_only_numbers_of_jobs(run):
+def test_only_job_numbers_are_passed_to_slurm(run):
     for job in ("--user=me", "-u me", "1 2", "1;ls", "all", "٣", ""):
         (run / "job").write_text(job)
         with pytest.raises(RunError, match=r"must contain the number of a job, got .*; delete it"):
-            RunFolder(run).job  # noqa: B018 (read)
+            RunFolder(run).job  # noqa: B018 (a property)
     for job in ("7", "12_3"):
         (run / "job").write_text(f"{job}\n")
         assert RunFolder(run).job == job
@@ -913,7 +914,7 @@ def test_slurm_gets_only_numbers_of_jobs(run):
         ), result.all
 
 
-def test_cancel_ends_no_process_that_does_not_hold_the_run(run):
+def test_cancel_does_not_end_a_process_without_the_lock(run):
     other = subprocess.Popen(["sleep", "600"])
     try:
         with open(run / "lock", "w") as lock:
@@ -932,13 +933,13 @@ def test_cancel_ends_no_process_that_does_not_hold_the_run(run):
         other.wait()
 
 
-def test_doctor_writes_through_no_link(run, tmp_path):
+def test_doctor_does_not_write_through_a_link(run, tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (run / "ranks").mkdir(exist_ok=True)
     (run / "ranks/asked").unlink(missing_ok=True)
     (run / "ranks/asked").symlink_to(victim)
-    whole = {
+    beat = {
         "rank": 0,
         "ranks": 1,
         "host": platform.node(),
@@ -946,7 +947,7 @@ def test_doctor_writes_through_no_link(run, tmp_path):
         "birth": heartbeat.process_birth(os.getpid()),
         "began": time.time(),
     }
-    whole |= {
+    beat |= {
         "time": time.time(),
         "step": 1,
         "steps": 2,
@@ -955,7 +956,7 @@ def test_doctor_writes_through_no_link(run, tmp_path):
         "phase": "forward",
         "since": time.time(),
     }
-    (run / "ranks/0.alive").write_text(json.dumps(whole | {"patience_s": None, "spent_s": {}}))
+    (run / "ranks/0.alive").write_text(json.dumps(beat | {"patience_s": None, "spent_s": {}}))
     succeed("doctor", "r", at=run.parent)
     assert (run / "ranks/asked").is_symlink()
     assert victim.read_text() == "mine"
@@ -972,7 +973,7 @@ def test_reading_a_run_does_not_import_its_task(run, words):
     assert not (run.parent / "PWNED").exists()
 
 
-def test_long_names_are_refused_in_a_sentence(run):
+def test_long_names_are_refused_in_one_sentence(run):
     long = "x" * 300
     commands = [
         ("train", "digits", "--run-dir", long),
@@ -1003,21 +1004,26 @@ def test_long_names_are_refused_in_a_sentence(run):
     assert [path.name for path in run.parent.iterdir()] == ["r"]
 
 
-# What a run of somebody else says in the terminal
-
+# Output of runs of other users in the terminal
 
 ESCAPES = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31m\x08\x7f\u2028"
 
 
-def controls(text: str) -> set[str]:
+def control_characters(text: str) -> set[str]:
     return {char for char in text if not char.isprintable() and char not in "\n"}
 
 
-def test_a_run_sends_no_commands_to_the_terminal(run):
+def test_commands_print_no_terminal_escapes_of_a_run(run):
     events = (run / "events.jsonl").read_text().splitlines()
     started, step = json.loads(events[0]), json.loads(events[1])
     started |= {"notes": [f"a note {ESCAPES}"], "device": f"cpu{ESCAPES}"}
-    failed = {"time": step["time"], "event": "failed", "what": "run", "message": f"why {ESCAPES}", "step": 1}
+    failed = {
+        "time": step["time"],
+        "event": "failed",
+        "what": "run",
+        "message": f"reason {ESCAPES}",
+        "step": 1,
+    }
     evaluated = {
         "time": step["time"],
         "event": "evaluated",
@@ -1026,14 +1032,14 @@ def test_a_run_sends_no_commands_to_the_terminal(run):
         "seconds": 1.0,
     }
     (run / "events.jsonl").write_text(
-        "".join(json.dumps(one) + "\n" for one in (started, step, evaluated, failed))
+        "".join(json.dumps(event) + "\n" for event in (started, step, evaluated, failed))
     )
     for words in (("show", "r"), ("status", "r"), ("doctor", "r")):
         result = paceline(*words, at=run.parent)
-        assert controls(result.out + result.err) == set(), result.all
+        assert control_characters(result.out + result.err) == set(), result.all
         assert result.status == 0, result.all
         if words == ("show", "r"):
-            assert "why \ufffd]52" in result.out
+            assert "reason \ufffd]52" in result.out
 
 
 @pytest.mark.parametrize(
@@ -1051,8 +1057,8 @@ def test_a_run_sends_no_commands_to_the_terminal(run):
     ],
     ids=str,
 )
-def test_a_heartbeat_of_somebody_else(run, change):
-    whole = {
+def test_invalid_heartbeat_is_ignored_and_its_text_is_cleaned(run, change):
+    beat = {
         "rank": 0,
         "ranks": 1,
         "host": "elsewhere",
@@ -1063,22 +1069,22 @@ def test_a_heartbeat_of_somebody_else(run, change):
         "steps": 2,
         "stepped": None,
     }
-    whole |= {"longest_s": 0.0, "phase": "data", "since": 1.0, "patience_s": None, "spent_s": {}}
+    beat |= {"longest_s": 0.0, "phase": "data", "since": 1.0, "patience_s": None, "spent_s": {}}
     (run / "ranks").mkdir(exist_ok=True)
-    (run / "ranks/0.alive").write_text(json.dumps(whole | change))
-    found = heartbeat.read(run / "ranks/0.alive", Heartbeat)
+    (run / "ranks/0.alive").write_text(json.dumps(beat | change))
+    read = heartbeat.read(run / "ranks/0.alive", Heartbeat)
     if change.keys() <= {"host"} and change != {"host": 5}:
-        assert found is not None
-        assert controls(found.host) == set()
+        assert read is not None
+        assert control_characters(read.host) == set()
     else:
-        assert found is None
+        assert read is None
 
 
-def test_no_process_is_signalled_that_does_not_write_the_stacks_of_the_run(run):
-    """Another process of this user that has a handler for this signal."""
+def test_process_that_does_not_write_stacks_of_the_run_gets_no_signal(run):
+    """The other process belongs to the same user and has a handler for this signal."""
     code = (
-        "import signal, sys, time; signal.signal(NUMBER, lambda *a: sys.exit(7)); print(flush=True); "
-        "time.sleep(600)"
+        "import signal, sys, time; signal.signal(NUMBER, lambda *a: sys.exit(7)); "
+        "print(flush=True); time.sleep(600)"
     )
     code = code.replace("NUMBER", str(int(SIGNAL)))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
@@ -1094,7 +1100,7 @@ def test_no_process_is_signalled_that_does_not_write_the_stacks_of_the_run(run):
 
 
 @pytest.mark.parametrize("text", ["٣", "²", "1_0", "9" * 5000, "+1", ""])
-def test_numbers_are_of_plain_digits(text):
+def test_numbers_with_other_characters_than_ascii_digits_are_refused(text):
     for read in (lambda: parse_counts(text), lambda: parse(f"dp={text}"), lambda: parse_nodes(text or "x")):
         with pytest.raises(Error):
             read()
