@@ -69,11 +69,8 @@ class Digits(Task):
 
     def dataset(self, split: str) -> Images:
         images, labels = load()
-        return (
-            Images(images[:1437], labels[:1437], True)
-            if split == "train"
-            else Images(images[1437:], labels[1437:], False)
-        )
+        part = slice(None, 1437) if split == "train" else slice(1437, None)
+        return Images(images[part], labels[part], shift=split == "train")
 
     def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:  # one value per sample
         return F.cross_entropy(output, batch[1], reduction="none")

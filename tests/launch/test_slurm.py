@@ -308,9 +308,14 @@ def test_job_in_a_container_with_staged_data(slurm, tmp_path):
 
 
 def preflight(folder: Path, *words: str, **env: str) -> tuple[Result, dict[str, list[str]]]:
-    """Run preflight. Return its result, and for each check its findings, which start with the verdict."""
+    """Run preflight. Return its result, and for each check its findings, which start with the verdict.
+
+    `words` replace the options of TRAIN_OPTIONS that they repeat, since a repeated option is refused.
+    """
+    pairs = zip(TRAIN_OPTIONS[:-1:2], TRAIN_OPTIONS[1::2], strict=True)
+    options = [word for pair in pairs if pair[0] not in words for word in pair] + [TRAIN_OPTIONS[-1]]
     result = paceline(
-        "preflight", "my.py:Regression", *TRAIN_OPTIONS, *words, "--json", "findings.json", at=folder, **env
+        "preflight", "my.py:Regression", *options, *words, "--json", "findings.json", at=folder, **env
     )
     findings: dict[str, list[str]] = {}
     for entry in json.loads((folder / "findings.json").read_text()):

@@ -315,7 +315,7 @@ def test_the_command(tmp_path: Path) -> None:
     result = succeed(*words, "--json", "found.json", at=tmp_path)
     assert result.err == ""
     heading, *_, total = result.out.splitlines()
-    assert heading == "my.py:Regression: one step of plan hsdp on 6 ranks, batch 48 (8 on a data rank), fp32"
+    assert heading == "my.py:Regression: one step of plan hsdp on 6 ranks, batch 48 (8 per data rank), fp32"
     read = json.loads((tmp_path / "found.json").read_text())
     assert {key: read[key] for key in ("plan", "ranks", "batch")} == {"plan": "hsdp", "ranks": 6, "batch": 48}
     (stage,) = read["stages"]

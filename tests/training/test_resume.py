@@ -365,7 +365,7 @@ def test_run_resumes_after_each_way_to_stop(plan, method, resume_by, task, tmp_p
         [failed] = [event for event in events_of_kind(run, Failed) if event.what == "rank"]
         rank = 0 if "0" in method else 1
         assert re.fullmatch(
-            rf"rank {rank} was killed by SIGKILL, after step \d+; all ranks are started again",
+            rf"rank {rank} was killed by SIGKILL, after step \d+; all ranks are restarted",
             failed.message,
         )
         assert failed.message in result.out
