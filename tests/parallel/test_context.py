@@ -238,15 +238,15 @@ def plant_missing_factor() -> Any:
     )
 
 
-@pytest.mark.parametrize("plant", [plant_unchecked_local_attention, plant_missing_factor])
-def test_faults_are_detected(plant: Any) -> None:
+@pytest.mark.parametrize("fault", [plant_unchecked_local_attention, plant_missing_factor])
+def test_faults_are_detected(fault: Any) -> None:
     for plan in ("cp=2", "zero3,cp=2"):
-        assert differences_from_single(2, plan, models.Text(), make_spec(), plant)
+        assert differences_from_single(2, plan, models.Text(), make_spec(), fault)
 
 
-def train_and_return_error(task: Task, plan: str, plant: Any = None, **more: Any) -> str:
+def train_and_return_error(task: Task, plan: str, fault: Any = None, **more: Any) -> str:
     with pytest.raises(PlanError) as raised:
-        train_on_this_rank(task, make_spec(SGD, **more), plan, *([] if plant is None else [plant]))
+        train_on_this_rank(task, make_spec(SGD, **more), plan, *([] if fault is None else [fault]))
     return str(raised.value)
 
 

@@ -57,15 +57,15 @@ OTHERS: list[Task] = [
 references: dict[tuple[Any, ...], TrainingResult] = {}
 
 
-def compare(size: int, plan: str, task: Task, spec: Spec = SPEC, plant: Any = None) -> list[str]:
+def compare(size: int, plan: str, task: Task, spec: Spec = SPEC, fault: Any = None) -> list[str]:
     """Return how a plan differs from one process with the same micro-batches."""
     microbatches = next(word for word in plan.split(",") if word.startswith("microbatches"))
     key = repr(task), microbatches, spec.model_dump_json()
     if key not in references:
         references[key] = train_on_ranks(1, task, spec, f"single,{microbatches}")
     results = (
-        train_on_ranks(size, task, spec, plan, plant)
-        if plant is not None
+        train_on_ranks(size, task, spec, plan, fault)
+        if fault is not None
         else train_on_ranks(size, task, spec, plan)
     )
     return differences(results, references[key], RTOL)
@@ -117,7 +117,7 @@ def test_hugging_face(task: Task) -> None:
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv"])
 @pytest.mark.parametrize(
     "task",
-    [*(stacks.EncoderDecoder(kind=kind) for kind in ("t5", "bart", "whisper")), stacks.Handing()],
+    [*(stacks.EncoderDecoder(kind=kind) for kind in ("t5", "bart", "whisper")), stacks.PassingBlocks()],
     ids=repr,
 )
 def test_additional_tensors_cross_cuts(task: Task, schedule: str) -> None:
@@ -274,7 +274,7 @@ def test_placeholders_are_nan_without_memory() -> None:
             r"not before up.0: up.1 also needs values computed earlier\); use pp=3 or pp=4",
         ),
         (
-            stacks.Hidden(),
+            stacks.HiddenSkip(),
             "pp=3,microbatches=4",
             3,
             r"can be cut into 2 at most \(not before blocks.0: blocks.0 is called more than once\); use pp=2",
@@ -359,17 +359,17 @@ def test_missing_gradient_is_an_error() -> None:
         compare(2, "pp=2,microbatches=2,pp_schedule=zbv", models.Text(), SPEC, drop_a_gradient)
 
 
-@pytest.mark.parametrize("plant", [skip_tied_sync, count_norm_twice, skip_a_part])
+@pytest.mark.parametrize("fault", [skip_tied_sync, count_norm_twice, skip_a_part])
 @pytest.mark.parametrize(
     ("size", "plan"), [(2, "pp=2,microbatches=2"), (4, "dp=2,pp=2,microbatches=2,zero=2")]
 )
-def test_planted_faults_are_caught(size: int, plan: str, plant: Any) -> None:
+def test_planted_faults_are_caught(size: int, plan: str, fault: Any) -> None:
     raised = {
         skip_tied_sync: r"differs from the others: \['tokens.weight",  # even the copies differ
         skip_a_part: "got no gradient in this pipeline",
     }
-    if plant in raised:
-        with pytest.raises(AssertionError, match=raised[plant]):
-            compare(size, plan, models.Text(), SPEC, plant)
+    if fault in raised:
+        with pytest.raises(AssertionError, match=raised[fault]):
+            compare(size, plan, models.Text(), SPEC, fault)
     else:
-        assert compare(size, plan, models.Text(), SPEC, plant)
+        assert compare(size, plan, models.Text(), SPEC, fault)

@@ -99,12 +99,12 @@ class Tracking(models.Points):
 references: dict[str, TrainingResult] = {}
 
 
-def differences_under(plan: str, size: int = 2, *plant: Any) -> list[str]:
+def differences_under(plan: str, size: int = 2, *fault: Any) -> list[str]:
     microbatches = next(word for word in plan.split(",") if word.startswith("microbatches"))
     if microbatches not in references:
         references[microbatches] = train_on_ranks(1, Tracking(), SPEC, f"single,{microbatches}")
         assert all(value.any() for value in references[microbatches].weights.values())
-    return differences(train_on_ranks(size, Tracking(), SPEC, plan, *plant), references[microbatches], 1e-10)
+    return differences(train_on_ranks(size, Tracking(), SPEC, plan, *fault), references[microbatches], 1e-10)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -26,7 +26,7 @@ from paceline.spec import Optimizer
 from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.dry_run import compute_comm_volume
 from paceline.training.setup import PreparedTraining
-from volumes import Plant, check_volumes, make_spec, measure_step, predict_volumes
+from volumes import Fault, check_volumes, make_spec, measure_step, predict_volumes
 
 pytestmark = [
     pytest.mark.processes,
@@ -121,15 +121,15 @@ def keep_gathered(training: PreparedTraining) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "plant", "more"),
+    ("plan", "fault", "more"),
     [
         ("ddp", add_all_reduce, Entry("all-reduce", "replicate", 2, "2", 1, 12)),
         ("zero3", add_all_reduce, Entry("all-reduce", "shard", 2, "2", 1, 12)),
         ("zero3", keep_gathered, Entry("all-gather", "shard", 2, "2", -1, -4 * (4 * 7 + 4))),
     ],
 )
-def test_planted_differences_are_found(plan: str, plant: Plant, more: Entry) -> None:
-    (volume, _), _ = ranks(2)(measure_step, models.Points(), make_spec(), plan, plant)
+def test_planted_differences_are_found(plan: str, fault: Fault, more: Entry) -> None:
+    (volume, _), _ = ranks(2)(measure_step, models.Points(), make_spec(), plan, fault)
     expected = predict_volumes(2, plan, models.Points(), make_spec())[0]
     assert volume != expected
     before = {replace(entry, calls=0, bytes=0): entry for entry in expected.entries}
@@ -412,7 +412,7 @@ def rotate_by_all_to_all(training: PreparedTraining) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "task", "plant", "more"),
+    ("plan", "task", "fault", "more"),
     [
         ("pp=2", models.Text, reduce_twice, {("all-reduce", "tokens"): 4 * 11 * 6}),
         (
@@ -424,7 +424,7 @@ def rotate_by_all_to_all(training: PreparedTraining) -> Iterator[None]:
     ],
 )
 def test_planted_differences_under_pp_and_cp_are_found(
-    plan: str, task: type[Task], plant: Plant, more: dict[tuple[str, str], int]
+    plan: str, task: type[Task], fault: Fault, more: dict[tuple[str, str], int]
 ) -> None:
     def sizes(of: CommVolume) -> dict[tuple[str, str], int]:
         return {
@@ -433,7 +433,7 @@ def test_planted_differences_under_pp_and_cp_are_found(
             if entry.collective != "all-to-all"
         }
 
-    (volume, _), _ = ranks(2)(measure_step, task(), make_spec(), plan, plant)
+    (volume, _), _ = ranks(2)(measure_step, task(), make_spec(), plan, fault)
     real, dry = sizes(volume), sizes(predict_volumes(2, plan, task(), make_spec())[0])
     assert {
         key: real.get(key, 0) - dry.get(key, 0) for key in {*real, *dry} if real.get(key) != dry.get(key)

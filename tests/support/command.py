@@ -38,8 +38,8 @@ LAUNCHER_PREFIXES = (
 # This variable finds all processes that a command started, even if they have another parent by now.
 MARK = "PACELINE_TESTS"
 
-# Whatever could get lost between a stop and a resume: random augmentation, dropout, BatchNorm's statistics.
-# The file SLOW says how many seconds a sample takes, so that a test can hit it in the middle.
+# A task with state that a resume could lose: random augmentation, dropout, statistics of BatchNorm.
+# The file $SLOW has the seconds that a sample takes, so that a test can disturb a running training.
 TASK = """
 import contextlib
 import os
@@ -93,9 +93,10 @@ class Regression(Task):
 
 
 def set_sample_delay(file: Path, sample_s: float) -> Path:
-    beside = file.with_suffix(".new")
-    beside.write_text(str(sample_s))
-    return beside.replace(file)
+    """Set the time that each sample takes. Return `file`, for the variable SLOW of a training."""
+    new_file = file.with_suffix(".new")
+    new_file.write_text(str(sample_s))
+    return new_file.replace(file)
 
 
 def write_task(folder: Path, source: str = TASK, name: str = "my.py") -> Path:
@@ -106,6 +107,8 @@ def write_task(folder: Path, source: str = TASK, name: str = "my.py") -> Path:
 
 @dataclass(frozen=True)
 class Result:
+    """Exit status and output of a command."""
+
     status: int
     out: str
     err: str
@@ -117,7 +120,7 @@ class Result:
 
 @dataclass
 class Running:
-    """A command that was started; `with` ends it and whatever it started."""
+    """A running command. As a context, it kills the command and all processes that it started."""
 
     process: subprocess.Popen[str]
     mark: str
@@ -145,17 +148,18 @@ class Running:
         return self.output_so_far()
 
     def output_so_far(self) -> Result:
+        """Return the output until now. The status of a running command is -1."""
         out, err = (Path(file.name).read_text(errors="replace") for file in (self._out, self._err))
         return Result(self.process.returncode if self.process.returncode is not None else -1, out, err)
 
     def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:
-        """Wait until something holds. The command must not end before."""
+        """Wait until `holds()` is true. Fail if the command ends before. `what` names the condition."""
         deadline = time.monotonic() + timeout_s
         while not holds():
-            over = self.process.poll() is not None
-            if over and holds():
+            has_ended = self.process.poll() is not None
+            if has_ended and holds():
                 return
-            assert not over, f"{self.process.args} ended before {what}\n{self.output_so_far().all}"
+            assert not has_ended, f"{self.process.args} ended before {what}\n{self.output_so_far().all}"
             assert time.monotonic() < deadline, f"not {what} in {timeout_s:.0f} s\n{self.output_so_far().all}"
             time.sleep(0.02)
 
@@ -163,48 +167,49 @@ class Running:
         self.wait_until(lambda: last_step(run) >= step, f"at step {step}")
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The ranks that our own launcher started."""
-        started = [(found.environ(), found) for found in psutil.Process(self.process.pid).children()]
-        return {
-            int(environ["RANK"]): found for environ, found in started if "RANK" in environ
-        }  # others are not yet what they will be
+        """Return the ranks that the launcher of Paceline started, by number."""
+        children = psutil.Process(self.process.pid).children()
+        environments = [(child.environ(), child) for child in children]
+        # A child without RANK has not executed its program yet.
+        return {int(environ["RANK"]): child for environ, child in environments if "RANK" in environ}
 
     def remaining_processes(self) -> list[psutil.Process]:
-        """Whatever is alive of what the command started, itself included."""
+        """Return the running processes of the command, including its main process."""
         return find_marked_processes(self.mark)
 
     def wait_until_all_ended(self, timeout_s: float = 60.0) -> None:
-        """Wait until nothing is left of it, without doing anything about it."""
+        """Wait until all processes of the command have ended, without killing any."""
         deadline = time.monotonic() + timeout_s
-        while left := self.remaining_processes():
+        while processes := self.remaining_processes():
             assert time.monotonic() < deadline, (
-                f"still there: {[(process.pid, process.cmdline()) for process in left]}"
+                f"still running: {[(process.pid, process.cmdline()) for process in processes]}"
             )
             self.process.poll()
             time.sleep(0.05)
 
 
 def find_marked_processes(mark: str) -> list[psutil.Process]:
-    """The processes that have this mark in their environment."""
-    found = []
+    """Return the processes with this mark in their environment."""
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
-def clean_environment(**more: str) -> dict[str, str]:
-    """This process's, without what a launcher may have said to it."""
-    own = {
+def clean_environment(**variables: str) -> dict[str, str]:
+    """Return the environment of this process without variables of launchers, and with `variables`."""
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(LAUNCHER_PREFIXES) and name not in ("RANK", "WORLD_SIZE")
     }
-    return own | {"COLUMNS": "200"} | more
+    return inherited | {"COLUMNS": "200"} | variables
 
 
 def start(*words: str | Path, at: Path, program: Sequence[str] = PACELINE, **env: str) -> Running:
+    """Start a command in the folder `at`, with the variables `env`."""
     mark = uuid.uuid4().hex
     out, err = tempfile.NamedTemporaryFile("w"), tempfile.NamedTemporaryFile("w")  # noqa: SIM115 (closed with the command)
     process = subprocess.Popen(
@@ -227,7 +232,7 @@ def paceline(
     program: Sequence[str] | None = None,
     **env: str,
 ) -> Result:
-    """Run a command to its end, in the folder `at`; in a warm process unless `program` says otherwise."""
+    """Run a command to its end in the folder `at`: in a warm process, or with `program` in a new process."""
     if program is not None:
         with start(*words, at=at, program=program, **env) as running:
             return running.wait(timeout_s)
@@ -257,6 +262,7 @@ def paceline(
 
 
 def succeed(*words: str | Path, at: Path, **options: object) -> Result:
+    """Run a command, which must succeed."""
     result = paceline(*words, at=at, **options)  # type: ignore[arg-type]
     assert result.status == 0, result.all
     return result
@@ -272,7 +278,7 @@ main()
 
 
 def run_and_list_imports(*words: str | Path, at: Path) -> tuple[Result, set[str]]:
-    """A command, and all modules that it had imported at its end."""
+    """Run a command. Return its result and the names of all modules that it imported."""
     result = paceline(*words, at=at, program=(sys.executable, "-c", MAIN_WITH_IMPORT_LIST))
     return result, {*(at / "imported").read_text().split()}
 
@@ -287,11 +293,12 @@ def events_of_kind(run: Path, kind: type[E]) -> list[E]:
 
 
 def last_step(run: Path) -> int:
+    """Return the last step in the events of a run, or 0."""
     return max((event.step for event in read_events(run) if isinstance(event, Step)), default=0)
 
 
 def checkpoint_weights(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
-    """The whole weights of a run: of a step, or of its last whole checkpoint."""
+    """Return the unsharded weights of the checkpoint of a step, or of the last complete checkpoint."""
     from paceline.training.checkpoint.save import find_last_complete, load_weights
 
     path = RunFolder(run).checkpoint(step) if step is not None else find_last_complete(RunFolder(run))[0]
@@ -300,6 +307,6 @@ def checkpoint_weights(run: Path, step: int | None = None) -> dict[str, np.ndarr
 
 
 def unequal_tensors(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> list[str]:
-    """Names of the tensors that differ in any bit."""
+    """Return the names of the tensors that differ in any bit."""
     assert found.keys() == expected.keys()
     return [name for name in expected if found[name].tobytes() != expected[name].tobytes()]

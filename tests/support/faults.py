@@ -20,9 +20,10 @@ from paceline.training.step import TrainingStep
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, attribute: str, by: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(owner: Any, attribute: str, patch: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace an attribute by `patch(original)` inside the context."""
     original = getattr(owner, attribute)
-    setattr(owner, attribute, by(original))
+    setattr(owner, attribute, patch(original))
     try:
         yield
     finally:
@@ -30,7 +31,7 @@ def replaced(owner: Any, attribute: str, by: Callable[[Any], Any]) -> Iterator[N
 
 
 def _scale_gradients(factor: Callable[[TrainingStep], float]) -> Any:
-    def by(original: Any) -> Any:
+    def patch(original: Any) -> Any:
         def backward(self: TrainingStep, *args: Any) -> Any:
             result = original(self, *args)
             scale_(self.params, factor(self))
@@ -38,11 +39,11 @@ def _scale_gradients(factor: Callable[[TrainingStep], float]) -> Any:
 
         return backward
 
-    return replaced(TrainingStep, "backward", by)
+    return replaced(TrainingStep, "backward", patch)
 
 
 def gradient_times_data_ranks() -> Any:
-    """Summed over the data ranks where it should be averaged."""
+    """Sum the gradient over the data ranks instead of averaging it."""
     return _scale_gradients(lambda step: step.data_ranks)
 
 
@@ -59,7 +60,7 @@ def gradient_doubled_on_last_rank() -> Any:
 
 
 def gradient_times_1_001() -> Any:
-    """By a part in a thousand."""
+    """Change the gradient by one part in a thousand."""
     return _scale_gradients(lambda step: 1.001)
 
 
@@ -68,9 +69,9 @@ def gradient_times_1_000001() -> Any:
 
 
 def weights_times_1_01_on_last_rank() -> Any:
-    """Behind the optimizer: each update leaves the weights of the last rank a part in a hundred apart."""
+    """After each update, change the weights of the last rank by one part in a hundred."""
 
-    def by(original: Any) -> Any:
+    def patch(original: Any) -> Any:
         def update(self: TrainingStep, *args: Any) -> Any:
             result = original(self, *args)
             if dist.get_rank() == dist.get_world_size() - 1:
@@ -79,7 +80,7 @@ def weights_times_1_01_on_last_rank() -> Any:
 
         return update
 
-    return replaced(TrainingStep, "update", by)
+    return replaced(TrainingStep, "update", patch)
 
 
 @torch.no_grad()
@@ -89,22 +90,22 @@ def _scale_weights_(params: list[nn.Parameter]) -> None:
 
 
 def gradient_times_data_ranks_before_update() -> Any:
-    """Only what the norm and the optimizer see."""
+    """Scale the gradient after the backward pass, so that only its norm and the optimizer are affected."""
 
-    def by(original: Any) -> Any:
+    def patch(original: Any) -> Any:
         def update(self: TrainingStep, lr_factor: float) -> Any:
             scale_(self.params, self.data_ranks)
             return original(self, lr_factor)
 
         return update
 
-    return replaced(TrainingStep, "update", by)
+    return replaced(TrainingStep, "update", patch)
 
 
 def no_sync() -> Any:
-    """Gradients stay on the ranks that they come from."""
+    """Do not synchronize gradients between ranks."""
 
-    def by(original: Any) -> Any:
+    def patch(original: Any) -> Any:
         def sync_if(self: TrainingStep, last: bool) -> Any:
             if isinstance(self.model, DistributedDataParallel):
                 return self.model.no_sync()
@@ -112,21 +113,23 @@ def no_sync() -> Any:
 
         return sync_if
 
-    return replaced(TrainingStep, "_sync_if", by)
+    return replaced(TrainingStep, "_sync_if", patch)
 
 
 def _change_model(change: Callable[[nn.Module], None]) -> Any:
-    def by(original: Any) -> Any:
+    def patch(original: Any) -> Any:
         def parallelize(model: nn.Module, *args: Any) -> Any:
             change(model)
             return original(model, *args)
 
         return parallelize
 
-    return replaced(setup, "parallelize", by)
+    return replaced(setup, "parallelize", patch)
 
 
 def block_dropped() -> Any:
+    """Replace a block, with its parameters, by the identity."""
+
     def change(model: Any) -> None:
         model.blocks[1] = nn.Identity()
 
@@ -134,7 +137,7 @@ def block_dropped() -> Any:
 
 
 def block_skipped() -> Any:
-    """Its parameters are there, and do nothing."""
+    """Keep the parameters of a block, but do not use them."""
 
     def change(model: Any) -> None:
         model.blocks[1].forward = lambda x: x
@@ -143,48 +146,48 @@ def block_skipped() -> Any:
 
 
 def shards_with_equal_seeds() -> Any:
-    """Each rank draws its shard itself, from one seed."""
+    """Draw the shard of each rank from the same seed."""
 
-    def by(original: Any) -> Any:
-        def cut_like(tensor: Any, whole: Tensor) -> Any:
-            cut = original(tensor, whole)
-            part = cut.to_local()
-            part.copy_(
-                torch.randn(part.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    def patch(original: Any) -> Any:
+        def distribute_like(tensor: Any, whole: Tensor) -> Any:
+            sharded = original(tensor, whole)
+            local = sharded.to_local()
+            local.copy_(
+                torch.randn(local.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
             )
-            return cut
+            return sharded
 
-        return cut_like
+        return distribute_like
 
-    return replaced(deferred_init, "_distribute_like", by)
+    return replaced(deferred_init, "_distribute_like", patch)
 
 
 def norm_of_one_shard() -> Any:
-    """Also where the gradient is clipped by it."""
+    """Use the norm of the shard of each rank, also for clipping."""
 
-    def here(original: Any) -> Any:
+    def patch_local(original: Any) -> Any:
         return lambda self: _tensor_norms(local_gradients(self.params)) if dist.get_rank() == 0 else []
 
-    def whole(original: Any) -> Any:
+    def patch_global(original: Any) -> Any:
         return lambda self: combine_norms(_tensor_norms(local_gradients(self.params)), self.device)
 
     stack = contextlib.ExitStack()
-    stack.enter_context(replaced(GradientNorm, "local_norms", here))
-    stack.enter_context(replaced(GradientNorm, "global_norm", whole))
+    stack.enter_context(replaced(GradientNorm, "local_norms", patch_local))
+    stack.enter_context(replaced(GradientNorm, "global_norm", patch_global))
     return stack
 
 
 def replicated_norm_counted_on_each_rank() -> Any:
-    """What all ranks hold is counted on each of them."""
+    """Count replicated gradients in the norm once per rank."""
     return replaced(
         GradientNorm, "local_norms", lambda original: lambda self: _tensor_norms(local_gradients(self.params))
     )
 
 
 def zeros_for_missing_gradients() -> Any:
-    """A parameter without a gradient is given one of zeros."""
+    """Give parameters without a gradient a gradient of zeros."""
 
-    def by(original: Any) -> Any:
+    def patch(original: Any) -> Any:
         def backward(self: TrainingStep, *args: Any) -> Any:
             result = original(self, *args)
             for parameter in self.params:
@@ -194,28 +197,28 @@ def zeros_for_missing_gradients() -> Any:
 
         return backward
 
-    return replaced(TrainingStep, "backward", by)
+    return replaced(TrainingStep, "backward", patch)
 
 
-def _on_rank_1(do: Callable[[], None]) -> Any:
-    def by(original: Any) -> Any:
+def _before_update_of_rank_1(action: Callable[[], None]) -> Any:
+    def patch(original: Any) -> Any:
         def update(self: TrainingStep, lr_factor: float) -> Any:
             if dist.get_rank() == 1:
-                do()
+                action()
             return original(self, lr_factor)
 
         return update
 
-    return replaced(TrainingStep, "update", by)
+    return replaced(TrainingStep, "update", patch)
 
 
 def hang() -> Any:
-    return _on_rank_1(lambda: time.sleep(600))
+    return _before_update_of_rank_1(lambda: time.sleep(600))
 
 
 def die() -> Any:
-    return _on_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    return _before_update_of_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def fail() -> Any:
-    return _on_rank_1(lambda: [][1])
+    return _before_update_of_rank_1(lambda: [][1])

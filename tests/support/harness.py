@@ -1,6 +1,6 @@
-"""Real ranks over gloo for the tests: processes that stay, and run one function after another.
+"""Real ranks over gloo for the tests, in processes that run one function after another.
 
-    ranks(2)(function, *args)   -> what function(*args) returned on each rank, in a fresh process group
+    ranks(2)(function, *args)   -> results of function(*args) by rank, each call in a new process group
 
 `function` and its arguments must be picklable.
 """
@@ -32,9 +32,9 @@ TIMEOUT_S = 120.0
 
 
 class Ranks:
-    """Live ranks: the product's own pool of processes, in which warnings are errors.
+    """Ranks of the process pool of Paceline, in which warnings are errors.
 
-    A call raises AssertionError with the traceback of the rank that failed first; the pool then starts anew.
+    A call raises AssertionError with the traceback of the rank that failed first. The pool then restarts.
     """
 
     def __init__(self, size: int):
@@ -63,7 +63,7 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) 
         raise AssertionError(traceback.format_exc()) from None
     finally:
         faulthandler.cancel_dump_traceback_later()
-        gc.collect()  # what is left of DistributedDataParallel must not be the last to hold the group
+        gc.collect()  # DistributedDataParallel must not hold the last reference to the process group
 
 
 @cache
@@ -82,15 +82,14 @@ def _make_warnings_errors() -> None:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What came of a training on one rank."""
+    """Results of a training on one rank."""
 
     losses: list[float]
     grad_norms: list[float | None]
     lrs: list[float]
     metrics: list[dict[str, float]]
-    weights: dict[
-        str, np.ndarray
-    ]  # whole, after the last step; buffers too; those of the stages that lie on the rank
+    # Unsharded parameters and buffers after the last step, of the stages on the rank
+    weights: dict[str, np.ndarray]
     notes: tuple[str, ...]
 
 
@@ -98,11 +97,11 @@ def train_on_this_rank(
     task: Task,
     spec: Spec,
     plan: str | None = None,
-    plant: Callable[[], AbstractContextManager[None]] = nullcontext,
+    fault: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> TrainingResult:
-    """Train in this rank. `plant` may spoil something for as long as its context lasts."""
+    """Train on this rank, inside the context `fault()`, which may inject an error."""
     built: list[nn.Module] = []
-    trained_here: list[nn.Module] = []
+    observed: list[nn.Module] = []
     model = type(task).model
 
     def keep() -> nn.Module:
@@ -110,15 +109,15 @@ def train_on_this_rank(
         return built[-1]
 
     def observe(model: nn.Module, what: str, step: int) -> None:
-        trained_here[:] = [model]
+        observed[:] = [model]
 
     object.__setattr__(task, "model", keep)
-    with plant():
+    with fault():
         events = list(train(spec, parse(plan) if plan is not None else None, task=task, observe=observe))
-        last = [*built, *trained_here][-1]  # rank 0 builds others to compare them
+        trained_model = [*built, *observed][-1]  # rank 0 also builds models to compare them
         weights = {
             name: to_whole_array(tensor)
-            for name, tensor in named_tensors(last).items()
+            for name, tensor in named_tensors(trained_model).items()
             if is_materialized(tensor)
         }
     steps = [event for event in events if isinstance(event, Step)]
@@ -138,17 +137,22 @@ def to_whole_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def train_on_ranks(
-    size: int, task: Task, spec: Spec, plan: str | None = None, plant: Any = nullcontext
+    size: int, task: Task, spec: Spec, plan: str | None = None, fault: Any = nullcontext
 ) -> TrainingResult:
-    """Train on so many ranks, which must agree on every bit of what they share."""
-    on_ranks = ranks(size)(train_on_this_rank, task, spec, plan, plant)
+    """Train on `size` ranks and return the result, which must be bit-identical on all ranks.
+
+    With a pipeline, the weights of the result are those of all ranks.
+    """
+    on_ranks = ranks(size)(train_on_this_rank, task, spec, plan, fault)
     weights: dict[str, np.ndarray] = {}
-    for each in on_ranks:
-        weights = each.weights | weights
+    for result in on_ranks:
+        weights = result.weights | weights
     first = replace(on_ranks[0], weights=weights)
     for rank, other in enumerate(on_ranks):
-        here = replace(first, weights={name: weights[name] for name in other.weights})
-        assert not (found := differences(other, here, 0.0)), f"rank {rank} differs from the others: {found}"
+        expected = replace(first, weights={name: weights[name] for name in other.weights})
+        assert not (names := differences(other, expected, 0.0)), (
+            f"rank {rank} differs from the others: {names}"
+        )
     return first
 
 
@@ -158,37 +162,37 @@ def _train_single(task: Task, spec: str) -> TrainingResult:
 
 
 def differences_from_single(
-    size: int, plan: str, task: Task, spec: Spec, plant: Any = nullcontext
+    size: int, plan: str, task: Task, spec: Spec, fault: Any = nullcontext
 ) -> list[str]:
-    """Where a training on so many ranks differs from one process by more than 1e-10; [] where nowhere."""
+    """Train on `size` ranks. Return series and tensors that differ from one process by more than 1e-10."""
     return differences(
-        train_on_ranks(size, task, spec, plan, plant), _train_single(task, spec.model_dump_json()), 1e-10
+        train_on_ranks(size, task, spec, plan, fault), _train_single(task, spec.model_dump_json()), 1e-10
     )
 
 
 def differences(found: TrainingResult, expected: TrainingResult, rtol: float) -> list[str]:
     """Return the series and tensors that differ by more than rtol, relative to their largest element."""
     assert found.weights.keys() == expected.weights.keys()
-    assert [each.keys() for each in found.metrics] == [each.keys() for each in expected.metrics]
+    assert [entry.keys() for entry in found.metrics] == [entry.keys() for entry in expected.metrics]
     pairs = {
         "losses": (found.losses, expected.losses),
         "grad_norms": (found.grad_norms, expected.grad_norms),
         "lrs": (found.lrs, expected.lrs),
         **{
-            name: ([each[name] for each in found.metrics], [each[name] for each in expected.metrics])
+            name: ([entry[name] for entry in found.metrics], [entry[name] for entry in expected.metrics])
             for name in set().union(*expected.metrics)
         },
         **{name: (found.weights[name], expected.weights[name]) for name in expected.weights},
     }
     return [
-        f"{name} by {by:.2g}"
-        for name, (one, other) in pairs.items()
-        if not (by := relative_difference(one, other)) <= rtol
+        f"{name} by {error:.2g}"
+        for name, (first, second) in pairs.items()
+        if not (error := relative_difference(first, second)) <= rtol
     ]
 
 
 def relative_difference(found: Any, expected: Any) -> float:
-    """The largest difference, relative to the largest element."""
+    """Return the largest difference of two series, relative to the largest expected element."""
     found, expected = np.asarray(found), np.asarray(expected)
     assert found.shape == expected.shape
     if not expected.size or np.array_equal(found, expected):

@@ -1,4 +1,4 @@
-"""Models of transformers, small, each as the task that it was made for; by name."""
+"""Small models of the library transformers, by name, as tasks of their kind."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from models import Pairs, random_integers, random_normal
 from paceline import Task
 
-WORDS, LENGTH, SAMPLES = 64, 10, 24
+VOCABULARY, LENGTH, SAMPLES = 64, 10, 24
 
 
 def _config(kind: str, **keys: Any) -> Any:
@@ -25,7 +25,7 @@ def _build_model(model: str, kind: str, **keys: Any) -> nn.Module:
 
 
 DECODER: dict[str, Any] = {
-    "vocab_size": WORDS,
+    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "num_hidden_layers": 4,
     "intermediate_size": 64,
@@ -34,9 +34,14 @@ DECODER: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
-STATES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 8}
-BOTH: dict[str, Any] = {
-    "vocab_size": WORDS,
+STATE_SPACE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "state_size": 8,
+}
+ENCODER_DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
     "d_model": 32,
     "encoder_layers": 2,
     "decoder_layers": 2,
@@ -47,7 +52,7 @@ BOTH: dict[str, Any] = {
     "decoder_ffn_dim": 64,
 }
 T5: dict[str, Any] = {
-    "vocab_size": WORDS,
+    "vocab_size": VOCABULARY,
     "d_model": 32,
     "d_kv": 8,
     "d_ff": 64,
@@ -55,7 +60,7 @@ T5: dict[str, Any] = {
     "num_heads": 4,
     "decoder_start_token_id": 1,
 }
-SOUNDS: dict[str, Any] = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
+AUDIO: dict[str, Any] = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
 RESNET: dict[str, Any] = {
     "embedding_size": 8,
     "hidden_sizes": [8, 16],
@@ -68,9 +73,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gemma3": lambda: _build_model(
         "Gemma3ForCausalLM", "gemma3_text", **DECODER, layer_types=["sliding_attention", "full_attention"] * 2
     ),
-    "mamba": lambda: _build_model("MambaForCausalLM", "mamba", **STATES),
+    "mamba": lambda: _build_model("MambaForCausalLM", "mamba", **STATE_SPACE),
     "mamba2": lambda: _build_model(
-        "Mamba2ForCausalLM", "mamba2", **STATES, num_heads=8, head_dim=8, n_groups=2, chunk_size=4
+        "Mamba2ForCausalLM", "mamba2", **STATE_SPACE, num_heads=8, head_dim=8, n_groups=2, chunk_size=4
     ),
     "mixtral": lambda: _build_model(
         "MixtralForCausalLM", "mixtral", **DECODER, num_local_experts=4, num_experts_per_tok=2
@@ -83,9 +88,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=32,
     ),
-    "bart": lambda: _build_model("BartForConditionalGeneration", "bart", **BOTH, max_position_embeddings=32),
+    "bart": lambda: _build_model(
+        "BartForConditionalGeneration", "bart", **ENCODER_DECODER, max_position_embeddings=32
+    ),
     "t5": lambda: _build_model("T5ForConditionalGeneration", "t5", **T5),
-    "whisper": lambda: _build_model("WhisperForConditionalGeneration", "whisper", **BOTH, **SOUNDS),
+    "whisper": lambda: _build_model("WhisperForConditionalGeneration", "whisper", **ENCODER_DECODER, **AUDIO),
     "resnet": lambda: _build_model("ResNetForImageClassification", "resnet", **RESNET),
     "mobilenet": lambda: _build_model(
         "MobileNetV2ForImageClassification",
@@ -96,10 +103,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "vit": lambda: _build_model("ViTForImageClassification", "vit", **DECODER, **VIT),
 }
-IMAGES, SOUND, TWO_SIDED = ("resnet", "mobilenet", "vit"), ("whisper",), ("bart", "t5")
+IMAGE_MODELS, AUDIO_MODELS, ENCODER_DECODER_MODELS = (
+    ("resnet", "mobilenet", "vit"),
+    ("whisper",),
+    ("bart", "t5"),
+)
 
 
 class Library(Task):
+    """The model `kind` of MODELS, on random data of its kind."""
+
     kind: str = "gemma3"
 
     def model(self) -> nn.Module:
@@ -108,20 +121,20 @@ class Library(Task):
     def dataset(self, split: str) -> Pairs | None:
         if split != "train":
             return None
-        if self.kind in IMAGES:
+        if self.kind in IMAGE_MODELS:
             return Pairs(x=random_normal(SAMPLES, 3, 32, 32), y=random_integers(3, SAMPLES, seed=1))
-        words = 3 + random_integers(WORDS - 3, SAMPLES, LENGTH)
+        words = 3 + random_integers(VOCABULARY - 3, SAMPLES, LENGTH)
         return Pairs(
-            x=random_normal(SAMPLES, 8, 32) if self.kind in SOUND else words,
-            y=3 + random_integers(WORDS - 3, SAMPLES, LENGTH, seed=1),
+            x=random_normal(SAMPLES, 8, 32) if self.kind in AUDIO_MODELS else words,
+            y=3 + random_integers(VOCABULARY - 3, SAMPLES, LENGTH, seed=1),
         )
 
     def inputs(self, batch: Any) -> Any:
-        if self.kind in IMAGES:
+        if self.kind in IMAGE_MODELS:
             return {"pixel_values": batch[0]}
-        if self.kind in SOUND:
+        if self.kind in AUDIO_MODELS:
             return {"input_features": batch[0], "decoder_input_ids": batch[1], "use_cache": False}
-        if self.kind in TWO_SIDED:
+        if self.kind in ENCODER_DECODER_MODELS:
             return {"input_ids": batch[0], "decoder_input_ids": batch[1], "use_cache": False}
         return {"input_ids": batch[0], "use_cache": False}
 

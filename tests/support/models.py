@@ -1,4 +1,4 @@
-"""Small tasks for the tests, each with something that could make a plan differ from one process."""
+"""Small tasks for the tests. Each has a property that could make a plan differ from one process."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,11 +13,11 @@ from paceline.data.loader import shuffle
 from paceline.tasks import text as tasks
 from paceline.tasks.text import Windows
 
-SAMPLES = 29  # a prime, so that every step begins elsewhere in an epoch
+SAMPLES = 29  # a prime, so that each step starts at another position of the epoch
 
 
 class Rows:
-    """Samples that are the rows of some tensors: tuples, or dicts where the tensors have names."""
+    """A data set whose samples are dicts of the rows of named tensors."""
 
     def __init__(self, **columns: Tensor):
         self.columns = columns
@@ -30,6 +30,8 @@ class Rows:
 
 
 class Pairs(Rows):
+    """A data set whose samples are tuples of the rows of tensors."""
+
     def __getitem__(self, index: int) -> Any:
         return tuple(super().__getitem__(index).values())
 
@@ -43,7 +45,7 @@ def random_integers(below: int, *shape: int, seed: int = 0) -> Tensor:
 
 
 class Points(Task):
-    """Regression of points; several numbers a sample, each an item. No size divides by 2 or 4."""
+    """Regression with three loss items per sample. No size is divisible by 2 or 4."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 3))
@@ -84,7 +86,7 @@ class Images(Task):
 
 
 class NormedImages(Images):
-    """With BatchNorm, whose statistics are those of a whole micro-batch."""
+    """A CNN with BatchNorm, whose statistics are those of a whole micro-batch."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(
@@ -101,9 +103,8 @@ class Block(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(
-            width, 3 * width, bias=False
-        )  # the gradient of a bias of the keys is 0 but for rounding, which Adam divides by itself
+        # No bias: the gradient of a bias of the keys is 0 up to rounding, and Adam divides it by itself.
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width + 1), nn.GELU(), nn.Linear(2 * width + 1, width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,7 +154,7 @@ class Text(Task):
 
 
 class ShortText(tasks.Text):
-    """The built-in GPT on little text."""
+    """The built-in GPT on a short text."""
 
     width: int = 16
     depth: int = 2
@@ -165,7 +166,7 @@ class ShortText(tasks.Text):
 
 
 class ScalarText(Text):
-    """The same loss, its weighted mean taken by the task."""
+    """The loss of Text, but the task computes the weighted mean."""
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         weights = batch["mask"]
@@ -180,7 +181,7 @@ class Scalar(Points):
 
 
 class Frozen(Points):
-    """Some parameters are not trained: a whole block, and one of two in another."""
+    """Some parameters are frozen: a whole layer, and the bias of another layer."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -204,14 +205,14 @@ class Partly(nn.Module):
         self.spare = nn.Parameter(torch.ones(3, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        for at, block in enumerate(self.blocks):
-            if at != 2:
+        for index, block in enumerate(self.blocks):
+            if index != 2:
                 x = block(x).tanh()
         return self.out(x)
 
 
 class Weighed(Points):
-    """Weights of items that are no masks, and all 0 in some samples."""
+    """Item weights that are not masks. Some samples have only zero weights."""
 
     def dataset(self, split: str) -> Pairs | None:
         if split != "train":
@@ -224,7 +225,7 @@ class Weighed(Points):
 
 
 class OwnOptimizer(Points):
-    """Its own optimizer, with groups that differ."""
+    """A custom optimizer with different parameter groups."""
 
     def optimizer(self, params: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         params = dict(params)
@@ -236,7 +237,7 @@ class OwnOptimizer(Points):
 
 
 class Backbone(Points):
-    """Its own optimizer, with groups of layers, and so of stages of a pipeline."""
+    """A custom optimizer whose parameter groups are layers, and so stages of a pipeline."""
 
     def optimizer(self, params: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         params = dict(params)
@@ -252,7 +253,7 @@ class Backbone(Points):
 
 
 class Shared(Points):
-    """One block is used twice, and so are its gradients; the units of sharding are said."""
+    """A block that is used twice. The layout names the blocks."""
 
     def model(self) -> nn.Module:
         return Twice()
@@ -272,7 +273,7 @@ class Twice(nn.Module):
 
 
 class Routed(Points):
-    """A sample goes to one of two experts: in the first step the last ranks have none for the second."""
+    """Each sample goes to one of two experts. In the first step, the last ranks have none for the second."""
 
     def model(self) -> nn.Module:
         return Experts()
@@ -324,7 +325,7 @@ class Blends(nn.Module):
 
 
 class Temperature(Points):
-    """A parameter without dimensions."""
+    """A model with a scalar parameter."""
 
     def model(self) -> nn.Module:
         return Divided()
@@ -341,14 +342,14 @@ class Divided(nn.Module):
 
 
 class Tempered(Points):
-    """The same behind layers that can be split."""
+    """A scalar parameter after layers that tensor parallelism can split."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5), Divided())
 
 
 class Ragged(Points):
-    """How many items the loss has depends on the samples, and no weights say so."""
+    """The number of loss items depends on the samples, and the task defines no weights."""
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         return (output - batch[1]).square()[batch[1] > 0]

@@ -9,7 +9,7 @@ import pytest
 
 @contextmanager
 def mount_tmpfs(folder: Path, options: str):
-    """A small file system in memory; the test is skipped where it cannot be mounted."""
+    """Mount a file system in memory on `folder`. Skip the test if that is not possible."""
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True, check=False
     )

@@ -1,6 +1,6 @@
 """Nodes on this machine: network namespaces with host names, behind a shaping bridge or a delaying switch.
 
-with nodes(4, rate="100mbit") as there: there[0].start(words)   -> a process on the first node
+with nodes(4, rate="100mbit") as created: created[0].start(words)   -> a process on the first node
 """
 
 import contextlib
@@ -56,7 +56,7 @@ def _rate(rate: str) -> str:
 
 @cache
 def find_missing_requirement() -> str | None:
-    """Why there can be no such nodes here; None where they can be."""
+    """Return why this machine cannot create nodes, or None if it can."""
     name = f"pl{os.getpid()}"
     try:
         _run(f"ip netns add {name}")
@@ -87,36 +87,39 @@ def has_netem() -> bool:
 
 @contextlib.contextmanager
 def nodes(count: int, rate: str | None = None, delay_ms: float | None = None) -> Iterator[list[Node]]:
-    """`rate`: of each node, in both directions, as tc writes it. `delay_ms`: one way between any two."""
-    tag = f"pl{os.getpid() % 100000}{next(LETTERS)}"  # links go a moment after their namespace
-    there = [Node(f"{tag}n{at}", f"{SUBNET}.{at + 1}") for at in range(count)]
-    with contextlib.ExitStack() as held:
-        for node in there:
+    """Create nodes on one network, and delete them at the end of the context.
+
+    `rate`: of each node in both directions, in the notation of tc. `delay_ms`: one way between two nodes.
+    """
+    tag = f"pl{os.getpid() % 100000}{next(LETTERS)}"  # unique: links disappear a moment after their namespace
+    created = [Node(f"{tag}n{index}", f"{SUBNET}.{index + 1}") for index in range(count)]
+    with contextlib.ExitStack() as stack:
+        for node in created:
             _run(f"ip netns add {node.name}")
-            held.callback(_run, f"ip netns del {node.name}")
+            stack.callback(_run, f"ip netns del {node.name}")
             _run(f"ip -n {node.name} link set lo up")
         if delay_ms is not None and not has_netem():
-            held.enter_context(_switch(there, delay_ms))
+            stack.enter_context(_switch(created, delay_ms))
         else:
-            _bridge(f"{tag}br", there, held)
-            for at, node in enumerate(there):
+            _bridge(f"{tag}br", created, stack)
+            for index, node in enumerate(created):
                 if rate is not None:
-                    for where in (f"-n {node.name} qdisc add dev {DEVICE}", f"qdisc add dev {tag}v{at}"):
-                        _run(f"tc {where} root tbf {_rate(rate)} latency 50ms")
+                    for target in (f"-n {node.name} qdisc add dev {DEVICE}", f"qdisc add dev {tag}v{index}"):
+                        _run(f"tc {target} root tbf {_rate(rate)} latency 50ms")
                 if delay_ms is not None:
                     _run(f"tc -n {node.name} qdisc add dev {DEVICE} root netem delay {delay_ms}ms")
-        yield there
+        yield created
 
 
 def start_ranks(
     nodes: Sequence[Node], words: Sequence[str], at: Path, port: int, ranks_on_each: int = 1
 ) -> list["subprocess.Popen[str]"]:
-    """So many of `words` on each, with the variables that torchrun sets."""
+    """Start `ranks_on_each` processes of `words` on each node, with the variables that torchrun sets."""
     size = len(nodes) * ranks_on_each
     started = []
     for rank in range(size):
         node, local = divmod(rank, ranks_on_each)
-        said = {
+        variables = {
             "RANK": rank,
             "WORLD_SIZE": size,
             "LOCAL_RANK": local,
@@ -126,7 +129,7 @@ def start_ranks(
         env = clean_environment(
             MASTER_ADDR=nodes[0].address,
             OMP_NUM_THREADS="1",
-            **{name: str(value) for name, value in said.items()},
+            **{name: str(value) for name, value in variables.items()},
         )
         started.append(
             nodes[node].start(
@@ -137,7 +140,7 @@ def start_ranks(
 
 
 def succeed(running: Sequence["subprocess.Popen[str]"], timeout_s: float = 120.0) -> None:
-    """All of them, each in so many seconds; none is left behind."""
+    """Wait for all processes, which must succeed, each within `timeout_s`. Kill them in any case."""
     try:
         for process in running:
             out, _ = process.communicate(timeout=timeout_s)
@@ -149,16 +152,16 @@ def succeed(running: Sequence["subprocess.Popen[str]"], timeout_s: float = 120.0
 
 
 def throttle(node: Node, rate: str) -> None:
-    """What it sends, if it was made with a rate."""
+    """Change the rate at which a node sends. The node must have been created with a rate."""
     _run(f"tc -n {node.name} qdisc change dev {DEVICE} root tbf {_rate(rate)} latency 50ms")
 
 
-def _bridge(name: str, there: Sequence[Node], held: contextlib.ExitStack) -> None:
+def _bridge(name: str, nodes: Sequence[Node], stack: contextlib.ExitStack) -> None:
     _run(f"ip link add {name} type bridge")
-    held.callback(_run, f"ip link del {name}")
+    stack.callback(_run, f"ip link del {name}")
     _run(f"ip link set {name} up")
-    for at, node in enumerate(there):
-        port = f"{name.removesuffix('br')}v{at}"
+    for index, node in enumerate(nodes):
+        port = f"{name.removesuffix('br')}v{index}"
         _run(f"ip link add {port} type veth peer name {DEVICE} netns {node.name}")
         _run(f"ip link set {port} master {name} up")
         _run(f"ip -n {node.name} addr add {node.address}/24 dev {DEVICE}")
@@ -166,19 +169,19 @@ def _bridge(name: str, there: Sequence[Node], held: contextlib.ExitStack) -> Non
 
 
 @contextlib.contextmanager
-def _switch(there: Sequence[Node], delay_ms: float) -> Iterator[None]:
+def _switch(nodes: Sequence[Node], delay_ms: float) -> Iterator[None]:
     words = [
         sys.executable,
         str(Path(__file__).with_name("switch.py")),
         str(delay_ms),
-        *(node.name for node in there),
+        *(node.name for node in nodes),
     ]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         if process.stdout.readline().strip() != "ready":
             raise OSError("the switch did not start")
-        for node in there:
+        for node in nodes:
             _run(f"ip -n {node.name} addr add {node.address}/24 dev {DEVICE}")
             _run(f"ip -n {node.name} link set {DEVICE} up")
         yield

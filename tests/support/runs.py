@@ -18,13 +18,14 @@ STEPS = 24
 
 
 def make_spec(task: Path, steps: int = STEPS, save: Save | None = None, **fields) -> Spec:
+    """Return a request of the class Regression in the file `task`. `fields`: of the task."""
     return Spec(
         task=f"{task}:Regression",
         set=fields,
         steps=steps,
         batch=24,
         seed=5,
-        threads=1,  # by what is free there would be others, and a note
+        threads=1,  # the default depends on the free cores, and adds a note
         optimizer=Optimizer(lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95), clip=2.0),
         schedule=Schedule(name="cosine", warmup=48, floor=0.1),
         save=save or Save(minutes=NEVER),

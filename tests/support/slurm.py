@@ -64,30 +64,33 @@ PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 PartitionName=short Nodes=n[1-2] MaxTime=30 State=UP
 PartitionName=closed Nodes=n[1-2] AllowAccounts=physics State=UP
 """
-# cred_expire: a job that is queued again waits as long; 121 s otherwise, and also with less than 5
+# cred_expire: a requeued job waits for this time. The default, also for values below 5, is 121 s.
 
 
 def find_missing_requirement() -> str | None:
-    """Why there can be no such cluster here; None where there can be."""
-    if lacking := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
-        return f"needs {', '.join(lacking)}: apt-get install slurm-wlm munge"
-    tried = subprocess.run(
+    """Return why this machine cannot start the cluster, or None if it can."""
+    if missing := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
+        return f"needs {', '.join(missing)}: apt-get install slurm-wlm munge"
+    result = subprocess.run(
         ["unshare", "-u", "-m", "hostname", "n1"], capture_output=True, text=True, timeout=20
     )
-    return f"needs namespaces ({tried.stderr.strip()})" if tried.returncode else None
+    return f"needs namespaces ({result.stderr.strip()})" if result.returncode else None
 
 
 @dataclass(frozen=True)
 class Slurm:
+    """A running cluster."""
+
     configuration: Path
-    running: contextlib.ExitStack  # ends what was started
+    running: contextlib.ExitStack  # ends the daemons
 
     @property
     def env(self) -> dict[str, str]:
-        """What a command needs to find it."""
+        """Variables with which a command finds the cluster."""
         return {"SLURM_CONF": str(self.configuration), "PATH": PATH}
 
     def run(self, *words: str) -> str:
+        """Return the output of a command of Slurm, which must succeed."""
         done = subprocess.run(
             words, capture_output=True, text=True, env=clean_environment(**self.env), timeout=30
         )
@@ -95,15 +98,15 @@ class Slurm:
         return done.stdout
 
     def power_off(self, node: str) -> None:
-        """As if it had lost its power: everything that runs there is gone, and nobody says so."""
-        [there] = {
+        """Kill all processes of a node without notice, as a loss of power does."""
+        [namespace] = {
             os.readlink(f"/proc/{process.pid}/ns/uts")
             for process in psutil.process_iter()
             if self._is_slurmd(process, node)
         }
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if os.readlink(f"/proc/{process.pid}/ns/uts") == there:
+                if os.readlink(f"/proc/{process.pid}/ns/uts") == namespace:
                     process.kill()
 
     def _is_slurmd(self, process: psutil.Process, node: str) -> bool:
@@ -114,6 +117,7 @@ class Slurm:
         return False
 
     def restore(self, node: str) -> None:
+        """Start a node again after `power_off`."""
         _start_node(self.running, self, node)
         deadline = time.monotonic() + 30
         while "down" in self.run("sinfo", "-h", "-N", "-n", node, "-o", "%T"):
@@ -121,6 +125,7 @@ class Slurm:
             time.sleep(0.1)
 
     def state(self, job: str) -> str:
+        """Return the state of a job."""
         return next(
             word.partition("=")[2]
             for word in self.run("scontrol", "show", "job", "-o", job).split()
@@ -129,18 +134,18 @@ class Slurm:
 
     def wait_for_state(self, job: str, *states: str, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
-        while (found := self.state(job)) not in states:
-            over = (
-                found in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        while (state := self.state(job)) not in states:
+            has_failed = (
+                state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
                 or time.monotonic() > deadline
             )
-            assert not over, f"job {job} is {found}, not {states}"
+            assert not has_failed, f"job {job} is {state}, not {states}"
             time.sleep(0.1)
 
 
 @contextlib.contextmanager
 def start_cluster(at: Path) -> Iterator[Slurm]:
-    """Started and ready; when the context ends, its jobs and daemons are gone."""
+    """Start a cluster and wait until it is ready. At the end of the context, end its jobs and daemons."""
     _write_configuration(at)
     with contextlib.ExitStack() as running:
         slurm = Slurm(at / "slurm.conf", running)
@@ -176,7 +181,7 @@ def _write_configuration(at: Path) -> None:
 
 
 def _start_node(running: contextlib.ExitStack, slurm: Slurm, node: str) -> None:
-    # A node resolves names by its own list: torch's store waits minutes for a slow name server.
+    # The node has a separate /etc/hosts, because torch's store waits minutes for a slow name server.
     at = slurm.configuration.parent
     mounts = " && ".join(f"mount --bind {at}/{name} /etc/{name}" for name in ("hosts", "nsswitch.conf"))
     inside = f"hostname {node} && {mounts} && exec slurmd -D -N {node}"
@@ -184,14 +189,14 @@ def _start_node(running: contextlib.ExitStack, slurm: Slurm, node: str) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        return [held.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(count)]
+    with contextlib.ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(count)]
 
 
 def _start_daemon(running: contextlib.ExitStack, slurm: Slurm, words: list[str]) -> None:
     output = running.enter_context(open(slurm.configuration.with_name("daemons.log"), "a"))  # noqa: SIM115 (closed with the context)
     process = subprocess.Popen(
-        ["setpriv", "--pdeathsig", "TERM", *words],  # also when the tests are killed
+        ["setpriv", "--pdeathsig", "TERM", *words],  # ends even if the tests are killed
         env=clean_environment(**slurm.env),
         stdin=subprocess.DEVNULL,
         stdout=output,
@@ -225,12 +230,13 @@ def _wait_until_ready(slurm: Slurm) -> None:
             if slurm.run("sinfo", "-h", "-N", "-p", "debug", "-o", "%T").split() == ["idle"] * len(NODES):
                 return
         if time.monotonic() > deadline:
-            said = slurm.configuration.with_name("daemons.log").read_text()
-            raise AssertionError(f"Slurm did not start:\n{said[-4000:]}")
+            log = slurm.configuration.with_name("daemons.log").read_text()
+            raise AssertionError(f"Slurm did not start:\n{log[-4000:]}")
         time.sleep(0.1)
 
 
 def wait_until(holds, what: str, run: Path, timeout_s: float = 120.0) -> None:
+    """Wait until `holds()` is true. The error shows `what` and the output of the jobs of `run`."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         logs = "\n".join(path.read_text() for path in run.glob("slurm-*.out"))

@@ -56,7 +56,7 @@ class Encoding(nn.Module):
 
 
 class HuggingFace(Task):
-    """A causal language model from a config: rotary tables or learned positions, dicts in and out."""
+    """A causal language model with rotary or learned positions, and dicts as input and output."""
 
     kind: str = "llama"
     tied: bool = True
@@ -64,7 +64,7 @@ class HuggingFace(Task):
     def model(self) -> nn.Module:
         import transformers
 
-        own = {
+        options = {
             "vocab_size": VOCABULARY,
             "tie_word_embeddings": self.tied,
             "bos_token_id": 0,
@@ -79,7 +79,7 @@ class HuggingFace(Task):
                 resid_pdrop=0,
                 embd_pdrop=0,
                 attn_pdrop=0,
-                **own,
+                **options,
             )
             return transformers.GPT2LMHeadModel(config)
         sizes = {
@@ -90,7 +90,7 @@ class HuggingFace(Task):
             "num_key_value_heads": 2,
         }
         return transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**sizes, max_position_embeddings=16, **own)
+            transformers.LlamaConfig(**sizes, max_position_embeddings=16, **options)
         )
 
     def dataset(self, split: str) -> Rows:
@@ -115,13 +115,13 @@ class HuggingFace(Task):
 
 
 class Skips(Points):
-    """Like a U-Net: what early layers make is used again by late ones."""
+    """Like a U-Net: late layers use the outputs of early layers."""
 
     def model(self) -> nn.Module:
-        return Skipping()
+        return SkipsModel()
 
 
-class Skipping(nn.Module):
+class SkipsModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
@@ -138,14 +138,14 @@ class Skipping(nn.Module):
         return self.out(x)
 
 
-class Hidden(Points):
-    """What is used again is a choice, which autograd does not know."""
+class HiddenSkip(Points):
+    """A late layer uses a boolean mask of an early layer, which autograd does not track."""
 
     def model(self) -> nn.Module:
-        return Choosing()
+        return HiddenSkipModel()
 
 
-class Choosing(nn.Module):
+class HiddenSkipModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
@@ -182,7 +182,7 @@ class Towers(nn.Module):
 
 
 class Dropping(Points):
-    """Dropout, and a deep stack of which each layer is small."""
+    """Dropout in a deep stack of small layers."""
 
     def model(self) -> nn.Module:
         layers: list[nn.Module] = []
@@ -192,7 +192,7 @@ class Dropping(Points):
 
 
 class Recomputing(Points):
-    """Its blocks are run again in the backward pass, from outside of them."""
+    """The model recomputes its blocks in the backward pass."""
 
     def model(self) -> nn.Module:
         return Checkpointed()
@@ -210,13 +210,13 @@ class Checkpointed(nn.Module):
 
 
 class Conditional(Points):
-    """Its inputs decide how it runs, and so does one of its own results."""
+    """Control flow that depends on the values of inputs and of intermediate results."""
 
     def model(self) -> nn.Module:
-        return Deciding()
+        return ConditionalModel()
 
 
-class Deciding(nn.Module):
+class ConditionalModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
@@ -252,7 +252,7 @@ class EncoderDecoder(Task):
                 transformers.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes)
             )
         stacks = {
-            f"{of}_{what}": 2 for of in ("encoder", "decoder") for what in ("layers", "attention_heads")
+            f"{stack}_{what}": 2 for stack in ("encoder", "decoder") for what in ("layers", "attention_heads")
         }
         sizes = {"d_model": 8, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "dropout": 0.0, **stacks}
         if self.kind == "bart":
@@ -291,17 +291,17 @@ class EncoderDecoder(Task):
         return F.cross_entropy(output.logits.transpose(1, 2), batch["y"], reduction="none")
 
 
-class Handing(Points):
+class PassingBlocks(Points):
     """Blocks pass on their arguments, a constant that one block makes, and an unused result."""
 
     def model(self) -> nn.Module:
-        return Hands()
+        return PassingModel()
 
 
-class Hands(nn.Module):
+class PassingModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([HandingBlock(scale is None) for scale in (None, 1, 1, 1)])
+        self.blocks = nn.ModuleList([PassingBlock(scale is None) for scale in (None, 1, 1, 1)])
         self.out = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -312,15 +312,15 @@ class Hands(nn.Module):
         return self.out(x * sign)
 
 
-class HandingBlock(nn.Module):
+class PassingBlock(nn.Module):
     def __init__(self, makes_scale: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(5, 5)
-        self.aside = nn.Linear(5, 5)
+        self.unused = nn.Linear(5, 5)
         self.bias = nn.Parameter(torch.ones(5))
         self.makes_scale = makes_scale
 
     def forward(self, x: Tensor, sign: Tensor, scale: Tensor | None, unused: Tensor) -> Any:
         if self.makes_scale:
             scale = torch.full((5,), 0.7, dtype=x.dtype)
-        return (self.linear(x) * scale).tanh() + self.bias, sign, scale, self.aside(unused)
+        return (self.linear(x) * scale).tanh() + self.bias, sign, scale, self.unused(unused)

@@ -18,14 +18,14 @@ from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.dry_run import compute_comm_volume
 from paceline.training.setup import PreparedTraining
 
-Plant = Callable[[PreparedTraining], AbstractContextManager[None]]
+Fault = Callable[[PreparedTraining], AbstractContextManager[None]]
 
 
 def no_fault(training: PreparedTraining) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def measure_step(task: Task, spec: Spec, plan: str, plant: Plant = no_fault) -> tuple[CommVolume, list[int]]:
+def measure_step(task: Task, spec: Spec, plan: str, fault: Fault = no_fault) -> tuple[CommVolume, list[int]]:
     """Return the volume of the third step on this rank, and the bytes of DDP's buckets."""
     kept: list[PreparedTraining] = []
     build_training = loop.build_training
@@ -44,7 +44,7 @@ def measure_step(task: Task, spec: Spec, plan: str, plant: Plant = no_fault) -> 
         while not isinstance(next(events), Step):  # it is yielded while step 2 runs
             pass
         with (
-            plant(kept[0]),
+            fault(kept[0]),
             CommCounter(kept[0].model, parse(plan).resolve(dist.get_world_size())) as counter,
         ):
             assert isinstance(next(events), Step)

@@ -23,18 +23,18 @@ from pathlib import Path
 
 @functools.cache
 def _parent() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    here, there = socket.socketpair()
-    with there:
-        process = subprocess.Popen([sys.executable, __file__], stdin=there, start_new_session=True)
-    atexit.register(_end, process, here)
-    return process, here
+    client, server = socket.socketpair()
+    with server:
+        process = subprocess.Popen([sys.executable, __file__], stdin=server, start_new_session=True)
+    atexit.register(_end, process, client)
+    return process, client
 
 
-def _end(process: subprocess.Popen[bytes], here: socket.socket) -> None:
+def _end(process: subprocess.Popen[bytes], client: socket.socket) -> None:
     # close() alone does not end the server: data workers that a test left behind hold a copy of the socket
     with contextlib.suppress(OSError):
-        here.shutdown(socket.SHUT_RDWR)
-    here.close()
+        client.shutdown(socket.SHUT_RDWR)
+    client.close()
     process.wait()
 
 
@@ -42,33 +42,33 @@ def run(
     words: Sequence[str], at: Path, env: dict[str, str], out: str, err: str, timeout_s: float
 ) -> int | None:
     """Run `paceline WORDS` to its end. Processes that it started may remain."""
-    here = _parent()[1]
-    here.sendall(json.dumps([list(words), str(at), env, out, err]).encode() + b"\n")
-    pid = _read_number(here)
-    here.settimeout(timeout_s)
+    client = _parent()[1]
+    client.sendall(json.dumps([list(words), str(at), env, out, err]).encode() + b"\n")
+    pid = _read_number(client)
+    client.settimeout(timeout_s)
     try:
-        return _read_number(here)
+        return _read_number(client)
     except TimeoutError:
-        here.settimeout(None)
+        client.settimeout(None)
         os.kill(pid, signal.SIGKILL)
-        _read_number(here)
+        _read_number(client)
         return None
     except BaseException:  # pytest-timeout, Ctrl-C
         os.kill(pid, signal.SIGKILL)
-        here.close()
+        client.close()
         _parent.cache_clear()
         raise
     finally:
         with contextlib.suppress(OSError):
-            here.settimeout(None)
+            client.settimeout(None)
 
 
-def _read_number(here: socket.socket) -> int:
-    return int.from_bytes(here.recv(8), "little", signed=True)
+def _read_number(client: socket.socket) -> int:
+    return int.from_bytes(client.recv(8), "little", signed=True)
 
 
 def _serve() -> None:
-    import torch._dynamo  # noqa: F401 (by the first step of an optimizer)
+    import torch._dynamo  # noqa: F401 (the first step of an optimizer imports it)
 
     import paceline.launch.local
     import paceline.launch.rank_main  # noqa: F401
@@ -77,25 +77,25 @@ def _serve() -> None:
     for name in cli.COMMANDS:
         cli.load(name)
     gc.collect()
-    gc.freeze()  # so that the pages stay shared
-    there = socket.socket(fileno=0)
-    for line in there.makefile("rb"):
+    gc.freeze()  # so that memory pages stay shared with children
+    server = socket.socket(fileno=0)
+    for line in server.makefile("rb"):
         words, at, env, out, err = json.loads(line)
         child = os.fork()
         if not child:
             break
-        there.sendall(child.to_bytes(8, "little", signed=True))
-        there.sendall(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]).to_bytes(8, "little", signed=True))
+        server.sendall(child.to_bytes(8, "little", signed=True))
+        server.sendall(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]).to_bytes(8, "little", signed=True))
     else:
         return
     os.setsid()
-    for to, path, flags in (
+    for descriptor, path, flags in (
         (1, out, os.O_WRONLY | os.O_APPEND),
         (2, err, os.O_WRONLY | os.O_APPEND),
         (0, os.devnull, os.O_RDONLY),
     ):
         file = os.open(path, flags)
-        os.dup2(file, to)
+        os.dup2(file, descriptor)
         os.close(file)
     os.chdir(at)
     os.environ.clear()
@@ -113,7 +113,7 @@ def _serve() -> None:
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    os._exit(status)  # without taking everything apart that was imported
+    os._exit(status)  # skip the slow teardown of imported modules
 
 
 if __name__ == "__main__":

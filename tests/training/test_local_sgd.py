@@ -267,7 +267,7 @@ def test_fp16_is_refused() -> None:
 
 @contextmanager
 def never_averaged() -> Iterator[None]:
-    """Plant an error: do not average the ranks."""
+    """Negative control: do not average the ranks."""
     original = dist.all_reduce
     from torch.distributed.algorithms.model_averaging import utils
 

@@ -74,8 +74,8 @@ def another_file():
         yield
 
 
-def notes_with(plant) -> list[tuple[str, ...]]:
-    return [trained.notes for trained in ranks(2)(train_on_this_rank, models.Points(), SPEC, "ddp", plant)]
+def notes_with(fault) -> list[tuple[str, ...]]:
+    return [trained.notes for trained in ranks(2)(train_on_this_rank, models.Points(), SPEC, "ddp", fault)]
 
 
 def test_a_wrong_clock_is_reported():
@@ -90,18 +90,18 @@ def test_a_wrong_clock_is_reported():
     assert notes_with(contextlib.nullcontext) == [(), ()]
 
 
-def error_with(plant) -> str:
+def error_with(fault) -> str:
     with pytest.raises(LaunchError) as caught:
-        train_on_this_rank(models.Points(), SPEC, "ddp", plant)
+        train_on_this_rank(models.Points(), SPEC, "ddp", fault)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("plant", "part"),
+    ("fault", "part"),
     [(another_version, "and 0.0.1 on"), (another_file, "and test_rank_checks.py with CRC ")],
 )
-def test_different_software_is_refused_on_all_ranks(plant, part):
-    first, second = ranks(2)(error_with, plant)
+def test_different_software_is_refused_on_all_ranks(fault, part):
+    first, second = ranks(2)(error_with, fault)
     assert first == second
     assert part in first
     assert f" on rank 1 ({platform.node()}); " in first
