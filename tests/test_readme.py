@@ -33,12 +33,20 @@ def folder(tmp_path_factory):
 
 
 README, TOUR = read_blocks("README.md"), read_blocks("docs/tour.md")
-COMMANDS = [*README["commands"].splitlines(), *TOUR["planning"].splitlines(), *TOUR["training"].splitlines()]
+COMMANDS = [
+    *README["commands"].splitlines(),
+    *(
+        pytest.param(line, marks=pytest.mark.slow)
+        for block in ("planning", "training")
+        for line in TOUR[block].splitlines()
+    ),
+]
 
 
-@pytest.mark.parametrize("command", [line.partition("#")[0].strip() for line in COMMANDS])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_tour(command, folder):
     """In order: some commands use files of earlier ones. `train` and other launchers start a new process."""
+    command = command.partition("#")[0].strip()
     program, *words = shlex.split(command)
     if program == "paceline" and words != ["train"]:
         succeed(*words, at=folder)

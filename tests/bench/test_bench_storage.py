@@ -160,7 +160,7 @@ def test_bad_input_gives_one_sentence(words, message, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_interrupt_prints_rows_and_leaves_the_directory_empty(number, tmp_path):
     folder = tmp_path / "measured"
     folder.mkdir()

@@ -32,7 +32,11 @@ def read_first_line(pipe: Path, lines: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "what"),
-    [("1", "full"), ("1", "gone"), ("2", "full"), pytest.param("2", "gone", marks=pytest.mark.slow)],
+    [
+        ("1", "full"),
+        ("1", "gone"),
+        *(pytest.param("2", what, marks=pytest.mark.slow) for what in ("full", "gone")),
+    ],
 )
 def test_a_training_survives_failing_standard_output(ranks: str, what: str, tmp_path: Path) -> None:
     """As with `> /dev/full 2>&1` and with `2>&1 | head -1`."""

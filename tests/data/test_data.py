@@ -403,9 +403,10 @@ class Counted(Task):
         return {"power": batch[2], "powers": batch[2].repeat(2, 1).T}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "plan"), [(1, "single"), (2, "ddp"), (2, "zero3"), (4, "ddp"), (4, "zero2"), (4, "hsdp")]
-)
+SLOW_EVALUATIONS = [pytest.param(4, plan, marks=pytest.mark.slow) for plan in ("ddp", "zero2", "hsdp")]
+
+
+@pytest.mark.parametrize(("ranks", "plan"), [(1, "single"), (2, "ddp"), (2, "zero3"), *SLOW_EVALUATIONS])
 @pytest.mark.parametrize("samples", [1, 3, 7, 16])
 def test_evaluation_counts_each_sample_once(ranks: int, plan: str, samples: int) -> None:
     spec = Spec(steps=2, batch=4, optimizer=Optimizer(name="sgd", lr=0.1))

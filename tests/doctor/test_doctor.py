@@ -117,6 +117,7 @@ def test_ranks_that_are_stuck_and_stopped_are_named(tmp_path: Path) -> None:
         assert out.splitlines()[0].endswith(f"; resume it with: kill -CONT {stopped.pid}")
 
 
+@pytest.mark.slow
 def test_a_stuck_rank_restarts_all_ranks_and_a_second_stall_ends_the_run(tmp_path: Path) -> None:
     """Each stall is reported once with its cause."""
     run = tmp_path / "run"

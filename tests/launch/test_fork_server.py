@@ -141,6 +141,7 @@ def server_of(running: Running) -> psutil.Process | None:
     )
 
 
+@pytest.mark.slow
 def test_ranks_continue_when_the_fork_server_is_killed(tmp_path: Path) -> None:
     """Restarted ranks are then spawned."""
     write_task(tmp_path)

@@ -38,7 +38,7 @@ MPICH = ("mpiexec.hydra", "-np", "2", sys.executable, "-m", "paceline")
 LAUNCHERS = [
     pytest.param(TORCHRUN, id="torchrun"),
     pytest.param(MPIRUN, id="mpirun", marks=pytest.mark.mpi("mpirun")),
-    pytest.param(MPICH, id="mpich", marks=pytest.mark.mpi("mpiexec.hydra")),
+    pytest.param(MPICH, id="mpich", marks=[pytest.mark.mpi("mpiexec.hydra"), pytest.mark.slow]),
 ]
 FAILING = [
     LAUNCHERS[0],
@@ -85,12 +85,14 @@ def test_an_error_before_the_start_is_printed_once(program: tuple[str, ...], tmp
 
 
 @pytest.mark.parametrize("program", FAILING)
+@pytest.mark.slow
 def test_an_error_of_all_ranks_is_printed_once(program: tuple[str, ...], tmp_path: Path) -> None:
     result = become(program, tmp_path, "my.py:Regression", *WORDS, "--set", "schedule.warmup=100000")
     assert result.status != 0
     assert result.all.count("paceline: schedule.warmup=100000 samples is longer") == 1, result.all
 
 
+@pytest.mark.slow
 def test_ranks_other_than_those_started_are_refused(tmp_path: Path) -> None:
     result = become(TORCHRUN, tmp_path, "my.py:Regression", "--ranks", "4")
     assert "--ranks 4, but torchrun started 2" in result.all

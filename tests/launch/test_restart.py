@@ -143,6 +143,7 @@ def test_worker_that_exits_with_status_0_has_failed(tmp_path: Path) -> None:
     assert "all 1 workers are gone" in result.err
 
 
+@pytest.mark.slow
 def test_rank_that_exits_with_status_0_is_restarted(tmp_path: Path) -> None:
     result = train_with_exit(tmp_path, "os._exit(0)", "--restarts", "1")
     assert result.status == 0, result.all

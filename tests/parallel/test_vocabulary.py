@@ -122,6 +122,7 @@ def train_to(plan: str, steps: int, run: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_resume_under_other_plans(tmp_path: Path) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     stops = (

@@ -51,7 +51,7 @@ def simulate_each_place(task: Task, plan: str, size: int) -> list[CommVolume]:
         pytest.param("pp=4,dp=2,zero=3,pp_schedule=interleaved", 8, 3, marks=pytest.mark.slow),
         # What is gathered depends on what runs next.
         pytest.param("pp=4,dp=2,zero=3", 8, 4, marks=pytest.mark.slow),
-        ("pp=4,pp_schedule=zero-bubble", 4, 4),
+        pytest.param("pp=4,pp_schedule=zero-bubble", 4, 4, marks=pytest.mark.slow),
     ],
 )
 def test_volumes_match_simulating_each_place(

@@ -96,7 +96,7 @@ def write_cluster(folder: Path, memory_bytes: float, flops: float = 1e11, **more
         ("ddp", 4, "ranks 0, 3"),
         ("zero3", 4, "ranks 0, 3"),
         ("pp=2", 4, "ranks 0, 2, 3"),
-        ("tp=2", 2, "ranks 0, 1"),
+        pytest.param("tp=2", 2, "ranks 0, 1", marks=pytest.mark.slow),
     ],
 )
 def test_a_valid_training_has_no_failure(plan, ranks, played):

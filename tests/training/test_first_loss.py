@@ -249,6 +249,7 @@ def the_same(name: str, allow: bool) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_mixing_losses_on_workers_of_a_parameter_server(tmp_path: Path) -> None:
     """Each worker checks its part. Its error is reported instead of the loss of the worker."""
     source = TASK.replace(

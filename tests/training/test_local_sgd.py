@@ -229,9 +229,12 @@ def test_stop_and_resume_change_nothing(size: int, plan: str, stop_at: int, tmp_
     assert all(np.array_equal(kept[name].numpy(), weights) for name, weights in through[0][1].items())
 
 
-@pytest.mark.parametrize(
-    ("size", "plan"), [(1, "single"), (2, "ddp"), (2, "zero3"), (4, "local-sgd,period=4")]
-)
+SLOW_OTHER_PLANS = [
+    pytest.param(size, plan, marks=pytest.mark.slow) for size, plan in ((2, "ddp"), (4, "local-sgd,period=4"))
+]
+
+
+@pytest.mark.parametrize(("size", "plan"), [(1, "single"), (2, "zero3"), *SLOW_OTHER_PLANS])
 def test_other_plans_resume_from_the_mean(size: int, plan: str, tmp_path: Path) -> None:
     spec = make_spec(steps=6, save=Save(minutes=1e9))
     run(2, models.Images(), spec, "local-sgd,period=4", tmp_path / "run")

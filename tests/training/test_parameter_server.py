@@ -96,10 +96,11 @@ def steps(events: list[Event]) -> list[Step]:
 @pytest.mark.parametrize(
     "task",
     [
-        *(models.Points, models.Text),
+        models.Points,
         *[
             pytest.param(task, marks=pytest.mark.slow)
             for task in (
+                models.Text,
                 models.Idle,
                 models.OwnOptimizer,
                 models.Images,
@@ -135,6 +136,7 @@ def test_without_staleness_it_matches_one_process(
         )
 
 
+@pytest.mark.slow
 def test_stale_gradients_differ() -> None:
     """A control of the comparison above: with staleness, losses differ."""
     spec = make_spec(steps=12)
@@ -143,7 +145,7 @@ def test_stale_gradients_differ() -> None:
     assert relative_difference([step.loss for step in steps(events)], expected.losses) > 1e-6
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_staleness_is_bounded(staleness: int) -> None:
     """One worker is slow; the other gets as far ahead as the staleness allows."""
     events, _ = train_with_servers(

@@ -183,7 +183,7 @@ OTHER_PLANS = [
         for plan in ("ddp", "zero1", "zero2", "zero3", f"hsdp,replicate={size}")
     ],
 ]
-FAST_OTHER_PLANS = [(1, "single"), (2, "zero1"), (3, "ddp"), (3, "hsdp,replicate=3")]
+FAST_OTHER_PLANS = [(2, "zero1"), (3, "hsdp,replicate=3")]
 
 
 @pytest.fixture(scope="module")
@@ -435,6 +435,7 @@ def test_starting_ranks_end_if_their_launcher_is_killed(task, tmp_path):
     assert events_of_kind(tmp_path / "r", Ended)[-1].step == STEPS
 
 
+@pytest.mark.slow
 def test_run_under_nohup_survives_a_hang_up(task, tmp_path):
     """The command is nohup paceline train …"""
     slow = set_sample_delay(tmp_path / "slow", 0.01)
@@ -664,6 +665,7 @@ def test_save_minutes_sets_the_checkpoint_interval(minutes, is_often, task, tmp_
 # A full disk
 
 
+@pytest.mark.slow
 def test_training_continues_after_a_failed_save(task, tmp_path):
     """For a while, files cannot exceed 200 kB: less than a checkpoint, more than the event file."""
     run, slow = tmp_path / "r", set_sample_delay(tmp_path / "slow", 0.004)

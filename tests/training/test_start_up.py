@@ -47,6 +47,7 @@ def test_start_is_shown_during_and_after_it(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_table_covers_the_whole_training_after_a_resume(tmp_path: Path) -> None:
     write_task(tmp_path)
     first = succeed(*WORDS, "--ranks", "2", at=tmp_path).out

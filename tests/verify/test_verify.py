@@ -676,6 +676,7 @@ def test_verify_refuses_to_run_as_a_rank(at: Path) -> None:
     assert "run verify without" in result.err
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_everything(at: Path) -> None:
     with start("verify", "my.py:Mine", "--all", "--ranks", "2", "--steps", "20", at=at) as running:
         running.wait_until(lambda: "same" in running.output_so_far().out.replace("; same:", ""), "verifying")
