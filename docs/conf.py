@@ -20,7 +20,7 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures: most have no page here
+nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures, most of which have no page
 myst_heading_anchors = 3
 smartquotes = False  # would turn the -- of options into dashes
 

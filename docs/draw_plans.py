@@ -18,7 +18,7 @@ from paceline.plan.plan import parse
 from paceline.plan.schedules import RUNNABLE_SCHEDULES
 
 FOLDER = Path(__file__).parent / "plans"
-GREY, INK = "#768390", "#14202b"  # what stands outside of boxes can be read on white and on black
+GREY, INK = "#768390", "#14202b"  # text outside of boxes is readable on white and on black
 COLOURS = {
     "batch": "#e3b341",
     "sequence": "#e3b341",
@@ -39,17 +39,17 @@ FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
 @dataclass(frozen=True)
 class Sent:
-    """A line under the boxes: which of them take part, together in one group or in several, and in what."""
+    """A line under the boxes: a communication, and the groups of boxes that take part in it."""
 
     text: str
     groups: Sequence[Sequence[int]]
     kind: str = "weights"  # gives the colour
-    arrows: bool = False  # from one to the next, not among all
+    arrows: bool = False  # from each box to the next, instead of among all
 
 
 @dataclass(frozen=True)
 class Picture:
-    """`held`: what -> for each box a cell a letter: # is there, + for a while, . is not."""
+    """`held`: by kind of data, a string per box with a letter per cell: # kept, + temporary, . not kept."""
 
     boxes: Sequence[str]
     held: Mapping[str, Sequence[str]]
@@ -318,7 +318,7 @@ UNIT, LANE, SIDE = 20, 24, 52
 
 
 def draw_chart(of: Chart) -> str:
-    """Time to the right, a lane a rank; the second stages of ranks are darker."""
+    """Return a chart with time to the right and a lane per rank. Second stages of ranks are darker."""
     plan, length = of.plan, float(of.length) * UNIT
     lanes = plan.pp * LANE
     parts = [text(SIDE, 14, f"{plan.pp_schedule}: ranks wait {float(of.bubble):.1%} of the time")]
@@ -349,16 +349,17 @@ def charts() -> list[Chart]:
     ]
 
 
-def drawn() -> dict[str, str]:
-    """File name -> what it holds."""
+def draw_all() -> dict[str, str]:
+    """Return the content of each picture by file name."""
     plans = {f"{name}.svg": draw(name, picture) for name, picture in PICTURES.items()}
     return plans | {f"schedule-{of.plan.pp_schedule}.svg": draw_chart(of) for of in charts()}
 
 
 def report(of: Chart) -> str:
     plan = of.plan
-    apart = any(slot.kind == "W" for slot in of.slots)  # nothing waits but for a forward pass
-    ideal = (plan.pp - 1) / (plan.stages_per_rank * plan.microbatches * (3 if apart else 1))
+    # With separate gradients of weights, ranks wait only for forward passes.
+    is_split = any(slot.kind == "W" for slot in of.slots)
+    ideal = (plan.pp - 1) / (plan.stages_per_rank * plan.microbatches * (3 if is_split else 1))
     formula = f"; by formula {ideal / (1 + ideal):.1%} and {ideal:.2%}"
     kept = " ".join(f"{float(of.kept(rank)):g}" for rank in range(plan.pp))
     bubble, more = float(of.bubble), float(of.length / of.ideal - 1)
@@ -369,7 +370,7 @@ def report(of: Chart) -> str:
 
 
 def main() -> None:
-    files = drawn()
+    files = draw_all()
     for of in charts():
         print(report(of))
     print(f"unit times: {', '.join(f'{MEANINGS[kind]} {time}' for kind, time in TIMES.items())}")

@@ -9,7 +9,7 @@ import reference
 
 ROOT = Path(__file__).parent.parent
 GENERATED = "generated"
-# Pages outside of docs/ that are shown on the site, by their name there.
+# Pages outside of docs/ that the site shows, by their name on the site.
 COPIED = {
     "benchmarks/README.md": "benchmarks",
     "CHANGELOG.md": "changelog",

@@ -46,7 +46,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _text(text: str) -> str:
-    """Return plain text as MyST that shows it as it is, but for words in backticks."""
+    """Return plain text as MyST that shows it unchanged, except for words in backticks."""
     parts = re.split(r"(`[^`]+`)", " ".join(text.split()))
     return "".join(
         part if part.startswith("`") else re.sub(r"([\\*_\[\]<>{}$#])", r"\\\1", part) for part in parts
@@ -235,7 +235,7 @@ def as_rst(lines: Sequence[str]) -> list[str]:
         if paragraph.startswith(" ") or re.search(r"\S {2,}\S", paragraph):  # columns
             found += ["::", "", *("   " + line for line in paragraph.splitlines()), ""]
             continue
-        if re.match(r"\w+: ", paragraph):  # parameters: one "name: meaning" after the other
+        if re.match(r"\w+: ", paragraph):  # parameters: lines "name: meaning"
             items = re.split(r"\n(?=\w+: )", paragraph)
             for name, _, meaning in (item.partition(": ") for item in items):
                 found += [f"* ``{name}``: {_escape(' '.join(meaning.split()))}"]

@@ -20,7 +20,7 @@ TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 class Slot:
     rank: int
     stage: int
-    kind: str  # forward, backward, or of a backward pass in two: for the input, for the weights
+    kind: str  # F forward, B backward; of a split backward pass: I for the input, W for the weights
     microbatch: int
     start: Fraction
     end: Fraction
@@ -37,7 +37,7 @@ class Chart:
 
     @property
     def ideal(self) -> Fraction:
-        """The time of a rank that never waits."""
+        """The time of a step if ranks never waited."""
         return sum((slot.end - slot.start for slot in self.slots if slot.rank == 0), Fraction(0))
 
     @property
@@ -99,7 +99,7 @@ def order(plan: ResolvedPlan) -> dict[int, list[tuple[int, str, int]]]:
             schedule._initialize_stage = lambda *args, **kwargs: None
             schedule._step_microbatches()
         return {rank: recorder.order for rank, recorder in enumerate(recorders)}
-    own = [
+    stages = [
         SimpleNamespace(
             stage_index=stage,
             num_stages=len(ranks),
@@ -111,35 +111,35 @@ def order(plan: ResolvedPlan) -> dict[int, list[tuple[int, str, int]]]:
         for stage, rank in enumerate(ranks)
         if rank == 0
     ]
-    actions = kind(own, plan.microbatches, loss_fn=lambda output, target: output).pipeline_order
+    actions = kind(stages, plan.microbatches, loss_fn=lambda output, target: output).pipeline_order
     return {
         rank: [
             (action.stage_index, action.computation_type.value, action.microbatch_index)
-            for action in of
+            for action in actions_of_rank
             if action is not None
         ]
-        for rank, of in actions.items()
+        for rank, actions_of_rank in actions.items()
     }
 
 
 def chart(plan: ResolvedPlan) -> Chart:
-    """Each rank computes in its order, as soon as it has what it needs; to send takes no time."""
-    waiting = {rank: list(of) for rank, of in order(plan).items()}
+    """Return when each rank computes, in its order, as early as dependencies allow. Sending takes no time."""
+    waiting = {rank: list(actions) for rank, actions in order(plan).items()}
     last = len(stage_ranks(plan)) - 1
     done: dict[tuple[int, str, int], Fraction] = {}
     free = dict.fromkeys(waiting, Fraction(0))
     slots = []
     while any(waiting.values()):
         before = len(done)
-        for rank, of in waiting.items():
-            while of and all(need in done for need in _needs(*of[0], last)):
-                stage, kind, microbatch = of.pop(0)
+        for rank, actions in waiting.items():
+            while actions and all(need in done for need in _needs(*actions[0], last)):
+                stage, kind, microbatch = actions.pop(0)
                 start = max([free[rank], *(done[need] for need in _needs(stage, kind, microbatch, last))])
                 free[rank] = start + Fraction(TIMES[kind], plan.stages_per_rank)
                 slots.append(Slot(rank, stage, kind, microbatch, start, free[rank]))
                 done[stage, "B" if kind == "I" else kind, microbatch] = free[rank]
         if len(done) == before:
-            raise RuntimeError(f"{plan}: each rank waits for another")
+            raise RuntimeError(f"{plan}: all ranks wait for one another")
     return Chart(plan, tuple(slots))
 
 

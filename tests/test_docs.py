@@ -1,4 +1,4 @@
-"""The documentation site: it builds without a warning, and no page asks for anything outside of it."""
+"""The documentation site builds without a warning, and its pages load nothing from other sites."""
 
 import json
 import os
@@ -22,16 +22,17 @@ from paceline.spec import Value
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.docs, pytest.mark.slow]
+# Attributes that load only in these elements. src and srcset always load.
 LOADING = {
     "href": {"link"},
     "data": {"object"},
     "poster": {"video"},
-}  # attributes that load only in these elements; src and srcset always do
+}
 OUTSIDE = re.compile(r"(?:[a-z][a-z0-9+.-]*:)?//", re.I)
 
 
 class Page(HTMLParser):
-    """What a page loads by itself, where its links lead, and its anchors."""
+    """The addresses that a page loads, its links and its anchors."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class Page(HTMLParser):
 
 
 def loaded_by_css(text: str) -> list[str]:
-    return [found[1] for found in re.finditer(r"""(?:url\(|@import)\s*["']?([^"')\s;]+)""", text)]
+    return [match[1] for match in re.finditer(r"""(?:url\(|@import)\s*["']?([^"')\s;]+)""", text)]
 
 
 def is_outside(address: str) -> bool:
@@ -67,7 +68,7 @@ def is_outside(address: str) -> bool:
 
 
 def build(docs: Path) -> subprocess.CompletedProcess[str]:
-    """As `make docs` does."""
+    """Build the site with the command of `make docs`."""
     [line] = re.findall(r"^docs:.*\n\t\$\(BIN\)/python (.*)$", (ROOT / "Makefile").read_text(), re.M)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.run(
@@ -98,21 +99,21 @@ def pages(site):
     return {path: Page(path.read_text()) for path in site.rglob("*.html")}
 
 
-def test_no_page_asks_for_anything_outside(site, pages):
+def test_pages_load_nothing_from_other_sites(site, pages):
     assert len(pages) > 20
-    asked = {
+    addresses = {
         (path.name, address) for path, page in pages.items() for address in page.loads if is_outside(address)
     }
-    asked |= {
+    addresses |= {
         (path.name, address)
         for path in site.rglob("*.css")
         for address in loaded_by_css(path.read_text())
         if is_outside(address)
     }
-    assert not asked
+    assert not addresses
 
 
-def test_links_within_the_site_lead_somewhere(site, pages):
+def test_links_within_the_site_exist(site, pages):
     for path, page in pages.items():
         for address in page.links + page.loads:
             parts = urlsplit(address)
@@ -125,23 +126,23 @@ def test_links_within_the_site_lead_somewhere(site, pages):
                 assert unquote(parts.fragment) in pages[target].anchors, f"{path.name}: {address}"
 
 
-def test_every_page_is_found(site):
-    """By the table of contents and the search, whose index is a script, so that browsers read it from file://."""
+def test_table_of_contents_and_search_list_every_page(site):
+    """The index of the search is a script, so that browsers read it from file://."""
     index = (site / "searchindex.js").read_text()
-    found = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))
-    assert {path.stem for path in (ROOT / "docs").glob("*.md")} <= set(found["docnames"])
-    assert "zbv" in found["terms"]
+    content = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} <= set(content["docnames"])
+    assert "zbv" in content["terms"]
     assert "searchindex.js" in (site / "search.html").read_text()
 
 
 def sections(html: str) -> dict[str, str]:
-    """The text of each section of a page, without its subsections, by its anchor."""
-    found = re.split(r'<section id="([^"]+)">', html)
-    return {name: re.sub(r"<[^>]+>", "", text) for name, text in zip(found[1::2], found[2::2], strict=True)}
+    """Return the text of each section of a page, without its subsections, by its anchor."""
+    parts = re.split(r'<section id="([^"]+)">', html)
+    return {name: re.sub(r"<[^>]+>", "", text) for name, text in zip(parts[1::2], parts[2::2], strict=True)}
 
 
-def test_the_reference_has_every_option(site, tmp_path):
-    """Compared with what the commands print, not with what the pages are made of."""
+def test_reference_has_every_option(site, tmp_path):
+    """Compare with the output of --help, not with the source of the pages."""
     commands = re.findall(r"^│ (\w+) ", succeed("--help", at=tmp_path).out, re.M)
     assert len(commands) > 15
     for command in commands:
@@ -153,19 +154,19 @@ def test_the_reference_has_every_option(site, tmp_path):
         assert not {option for option in options - {"--help"} if not re.search(rf"{option}\b", page)}, command
 
 
-def test_the_reference_has_every_key(site, tmp_path):
+def test_reference_has_every_key(site, tmp_path):
     printed = re.findall(r"^  ([a-z]+\.[a-z_]+) ", succeed("train", "--keys", at=tmp_path).out, re.M)
     assert len(printed) > 40
     page = (site / "generated/keys.html").read_text()
     assert not [key for key in printed if f">{key}<" not in page]
 
 
-def test_the_reference_has_every_public_name(site):
+def test_reference_has_every_public_name(site):
     page = (site / "generated/api.html").read_text()
     assert not [name for name in {*paceline.__all__} - {"__version__"} if f'id="paceline.{name}"' not in page]
 
 
-def test_the_records_have_every_key(site, tmp_path):
+def test_reference_of_records_has_every_key(site, tmp_path):
     succeed("train", "digits", "--steps", "2", "--ranks", "2", "--profile", "--run-dir", "run", at=tmp_path)
     pages = sections((site / "generated/records.html").read_text())
     lines = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
@@ -178,11 +179,11 @@ def test_the_records_have_every_key(site, tmp_path):
         )
     ]
     records += [("ranks-n-alive", json.loads((tmp_path / "run/ranks/0.alive").read_text()).keys())]
-    for name, found in records:
-        assert not {key for key in found if not re.search(rf"\b{key}\b", pages[name])}, name
+    for name, keys in records:
+        assert not {key for key in keys if not re.search(rf"\b{key}\b", pages[name])}, name
 
 
-def test_what_loads_from_outside_is_seen():
+def test_loads_from_other_sites_are_detected():
     html = """<a href="https://a.org"></a><link href="//b.org/c.css"><script src="HTTP://d.org/e.js"></script>
     <img srcset="f.png 2x">
     <style>@import "https://g.org/h.css"; body { background: url(https://i.org/j.png) }</style>
@@ -195,7 +196,7 @@ def test_what_loads_from_outside_is_seen():
     "mistake",
     ["[nothing](nothing.md)", "[nothing](plans.md#nothing)", "{term}`nothing`", "![nothing](nothing.png)"],
 )
-def test_a_mistake_is_an_error(site, mistake):
+def test_broken_link_fails_the_build(site, mistake):
     docs = site.parent.parent / "docs"
     page = (ROOT / "docs/start.md").read_text()
     (docs / "start.md").write_text(f"{page}\n{mistake}\n")
@@ -205,13 +206,13 @@ def test_a_mistake_is_an_error(site, mistake):
     assert "nothing" in done.stderr
 
 
-def test_the_glossary_is_in_order():
+def test_glossary_is_in_alphabetical_order():
     terms = re.findall(r"^(\S.*)\n  \S", (ROOT / "docs/glossary.md").read_text(), re.M)
     assert len(terms) > 50
     assert terms == sorted(set(terms), key=lambda term: term.lower().replace("-", " "))
 
 
-def test_every_file_of_a_run_is_described(tmp_path):
+def test_files_page_describes_every_file_of_a_run(tmp_path):
     succeed("train", "digits", "--steps", "2", "--ranks", "2", "--run-dir", "run", at=tmp_path)
     page = (ROOT / "docs/files.md").read_text()
     for path in (tmp_path / "run").iterdir():
@@ -224,7 +225,7 @@ def test_every_file_of_a_run_is_described(tmp_path):
     assert keys <= set(re.findall(r"^\| `(\w+)` \|", page, re.M))
 
 
-BY_PART = ("time_s", "memory_bytes")  # objects whose keys are names of parts
+BY_PART = ("time_s", "memory_bytes")  # objects whose keys are names of parts of a step
 JSON = {
     "plan": "--model gpt2 --cluster h100:8@50 --batch 64 --tokens 1e9 --price 2 --top 1",
     "scale": "--model gpt2 --cluster h100:8@50 --ranks 1:4 --batch 64 --tokens 1e9",
@@ -237,11 +238,12 @@ JSON = {
 
 
 def keys_of(tree: object, path: str = "") -> set[str]:
+    """Return the paths of all keys of a JSON value."""
     if isinstance(tree, list):
-        return {key for one in tree for key in keys_of(one, f"{path}[]")}
+        return {key for entry in tree for key in keys_of(entry, f"{path}[]")}
     if not isinstance(tree, dict):
         return set()
-    found = set()
+    keys = set()
     for name, value in tree.items():
         key = f"{path}.{name}".lstrip(".")
         inner = (
@@ -249,11 +251,11 @@ def keys_of(tree: object, path: str = "") -> set[str]:
             if name in BY_PART and isinstance(value, dict)
             else keys_of(value, key)
         )
-        found |= {key} | (set() if name in ("set", "wrong") else inner)
-    return found
+        keys |= {key} | (set() if name in ("set", "wrong") else inner)
+    return keys
 
 
-# Classes whose fields are keys, by the path of the object: on this machine, some of these objects are null.
+# Classes whose fields are keys, by the path of the object. On this machine, some of these objects are null.
 CLASSES: dict[str, dict[str, type]] = {
     "doctor": {
         "": Diagnosis,
@@ -283,7 +285,7 @@ CLASSES: dict[str, dict[str, type]] = {
 
 
 def described_keys() -> dict[str, set[str]]:
-    """The keys in docs/json.md by command: the first columns of the tables of its section."""
+    """Return the keys in docs/json.md by command: the first columns of the tables of its section."""
     page = (ROOT / "docs/json.md").read_text()
     return {
         command: {
@@ -296,39 +298,39 @@ def described_keys() -> dict[str, set[str]]:
     }
 
 
-def test_every_json_key_is_described(tmp_path):
+def test_json_page_describes_every_key(tmp_path):
     described = described_keys()
     assert described.keys() == JSON.keys() | CLASSES.keys() | {"bench"}
     succeed("train", "digits", "--steps", "4", "--ranks", "2", "--profile", "--run-dir", "run", at=tmp_path)
     for command, words in JSON.items():
         succeed(command, *words.split(), "--json", "found.json", at=tmp_path)
-        found = {
+        keys = {
             key.replace("weak.", "strong.")
             for key in keys_of(json.loads((tmp_path / "found.json").read_text()))
         }
-        assert len(found) > 2
-        assert not found - described[command], command
+        assert len(keys) > 2
+        assert not keys - described[command], command
 
 
 @pytest.mark.parametrize("command", [*CLASSES])
-def test_every_field_of_a_json_class_is_described(command):
-    found = {
+def test_json_page_describes_every_field_of_a_class(command):
+    keys = {
         path + name
         for path, kind in CLASSES[command].items()
         for name in (kind.model_fields if issubclass(kind, Value) else kind.__dataclass_fields__)
     }
-    assert not found - described_keys()[command]
+    assert not keys - described_keys()[command]
 
 
-def test_every_json_key_of_a_bench_is_described(tmp_path):
+def test_json_page_describes_every_key_of_a_bench(tmp_path):
     succeed("bench", "--seconds", "5", "--device", "cpu", "--directory", ".", "--out", "found", at=tmp_path)
     files = [path for path in (tmp_path / "found").glob("*.json") if path.name != "cluster.json"]
     assert len(files) == 6
-    found = {key for path in files for key in keys_of(json.loads(path.read_text()))}
-    assert not found - described_keys()["bench"]
+    keys = {key for path in files for key in keys_of(json.loads(path.read_text()))}
+    assert not keys - described_keys()["bench"]
 
 
-def test_the_commands_of_getting_started(tmp_path):
+def test_commands_of_getting_started(tmp_path):
     page = (ROOT / "docs/start.md").read_text()
     [program] = re.findall(r"```python\n(.*?)```", page, re.S)
     (tmp_path / "my.py").write_text(program)

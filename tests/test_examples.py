@@ -25,7 +25,7 @@ SUBMIT = next(words for words in LINES if words[1] == "submit")
 COMMANDS = {
     next(word for word in words if word.endswith(".py")): words for words in LINES if words is not SUBMIT
 }
-MAX_LINES = 80  # lines
+MAX_LINES = 80
 
 
 @pytest.fixture
@@ -44,16 +44,16 @@ def run(words: list[str], folder: Path) -> Result:
     return result
 
 
-def test_the_page_lists_each_short_example():
+def test_page_lists_each_example_and_examples_are_short():
     files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".toml")}
     assert files == set(re.findall(r"^\| \[(\S+)\]\(\1\)", PAGE, re.M))
-    assert {*COMMANDS} == files - {"site.toml"}, "and each can be run"
+    assert {*COMMANDS} == files - {"site.toml"}, "each example needs a command"
     for name in files:
         lines = (EXAMPLES / name).read_text().splitlines()
         assert len(lines) < MAX_LINES, name
         commands = [line for line in lines[:8] if line.startswith(("paceline ", "python "))]
         assert name == "site.toml" or commands[0] in BLOCK.splitlines(), (
-            f"{name} and the page give the same command"
+            f"{name} and the page have different commands"
         )
 
 
@@ -67,7 +67,7 @@ def test_the_page_lists_each_short_example():
         ),  # three processes import transformers
     ],
 )
-def test_a_task_learns(name, metric, above, folder):
+def test_example_task_learns(name, metric, above, folder):
     if name == "hugging_face.py" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     run([*COMMANDS[name], "--run-dir", "run"], folder)
@@ -78,7 +78,7 @@ def test_a_task_learns(name, metric, above, folder):
         assert events_of_kind(folder / "run", Evaluated)[-1].metrics[metric] > above
 
 
-def test_padding_does_not_count(folder, monkeypatch):
+def test_lstm_loss_ignores_padding(folder, monkeypatch):
     """The loss equals the mean over the values of each series, computed separately."""
     monkeypatch.syspath_prepend(folder)
     lstm = importlib.import_module("lstm")
@@ -86,16 +86,16 @@ def test_padding_does_not_count(folder, monkeypatch):
     data, model = task.dataset("train"), task.model()
     batch = data.batch_of([*range(9)])
     weights = task.weights(batch)
-    found = (task.loss(model(task.inputs(batch)), batch) * weights).sum() / weights.sum()
-    alone = [(model(one[None, :-1])[0] - one[1:]).square() for one in data.series]
-    expected = sum(each.sum() for each in alone) / sum(each.numel() for each in alone)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert len({len(one) for one in data.series}) > 1
+    padded_loss = (task.loss(model(task.inputs(batch)), batch) * weights).sum() / weights.sum()
+    errors = [(model(series[None, :-1])[0] - series[1:]).square() for series in data.series]
+    expected = sum(error.sum() for error in errors) / sum(error.numel() for error in errors)
+    assert padded_loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert len({len(series) for series in data.series}) > 1
 
 
-def test_the_loop_stops_early_and_writes_its_curve(folder):
-    said = run(COMMANDS["own_loop.py"], folder).out
-    assert re.search(r"^step \d+: stopped, best accuracy 0\.[89]\d+$", said, re.M), said
+def test_own_loop_stops_early_and_writes_its_losses(folder):
+    output = run(COMMANDS["own_loop.py"], folder).out
+    assert re.search(r"^step \d+: stopped, best accuracy 0\.[89]\d+$", output, re.M), output
     with (folder / "losses.csv").open() as file:
         header, *rows = csv.reader(file)
     assert header == ["step", "loss"]
@@ -107,22 +107,22 @@ def test_the_loop_stops_early_and_writes_its_curve(folder):
 @pytest.mark.parametrize("plan", ["zero3", "tp=2", "pp=2"])
 @pytest.mark.parametrize("name", ["image_classification.py", "lstm.py"])
 def test_examples_train_under_the_documented_plans(name, plan, folder):
-    found = paceline("verify", name, "--plan", plan, "--ranks", "2", "--steps", "1", at=folder)
+    result = paceline("verify", name, "--plan", plan, "--ranks", "2", "--steps", "1", at=folder)
     if name == "lstm.py" and plan != "zero3":
-        assert found.status == 2, found.all
-        assert plan.partition("=")[0] in found.err or "pipeline" in found.err
+        assert result.status == 2, result.all
+        assert plan.partition("=")[0] in result.err or "pipeline" in result.err
     else:
-        assert found.status == 0, found.all
-        assert "the same training as one process" in found.out
+        assert result.status == 0, result.all
+        assert "the same training as one process" in result.out
 
 
 @pytest.mark.slow
-def test_the_loop_under_torchrun(folder):
+def test_own_loop_runs_under_torchrun(folder):
     words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "own_loop.py")
     assert "plan ddp on 2 ranks" in run([sys.executable, *words], folder).out
 
 
-def test_the_site_file_makes_a_job_script(folder):
+def test_site_file_renders_a_job_script(folder):
     script = run(SUBMIT, folder).out
     assert (
         subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=20).stderr == ""

@@ -1,4 +1,4 @@
-"""What the package exports, and which way its imports point."""
+"""Exports, versions and import layers of the package."""
 
 import ast
 import importlib
@@ -29,15 +29,15 @@ for name in sys.argv[1:]:
 """
 
 
-def test_torch_free_files_are_imported_without_torch():
-    """All files of the contract in pyproject.toml that forbids torch, and all that docs/tree.md marks."""
+def test_files_without_torch_import_without_torch():
+    """Check the files of the contract in pyproject.toml that forbids torch, and those in docs/tree.md."""
     contracts = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]
-    [torch_free] = [one for one in contracts["contracts"] if one.get("forbidden_modules") == ["torch"]]
+    [torch_free] = [entry for entry in contracts["contracts"] if entry.get("forbidden_modules") == ["torch"]]
     files = set(re.findall(r"^  (\S+\.py) +·", (SOURCE.parents[1] / "docs/tree.md").read_text(), re.M))
     for module in torch_free["source_modules"]:
         path = SOURCE.parent / module.replace(".", "/")
-        found = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
-        of_contract = {str(file.relative_to(SOURCE)) for file in found}
+        paths = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+        of_contract = {str(file.relative_to(SOURCE)) for file in paths}
         assert of_contract <= files, f"docs/tree.md does not mark {sorted(of_contract - files)}"
     names = [
         f"paceline.{file.removesuffix('.py').replace('/', '.')}".removesuffix(".__init__")
@@ -61,34 +61,34 @@ def test_torch_free_files_are_imported_without_torch():
     assert result.stdout.startswith("paceline.training.loop ")
 
 
-def test_no_class_name_occurs_twice():
-    found = [
+def test_class_names_are_unique():
+    classes = [
         (node.name, str(path.relative_to(SOURCE)))
         for path in SOURCE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
     ]
-    names = Counter(name for name, _ in found)
-    assert [where for where in found if names[where[0]] > 1] == []
+    names = Counter(name for name, _ in classes)
+    assert [entry for entry in classes if names[entry[0]] > 1] == []
 
 
-def test_a_wrong_import_breaks_the_layers(tmp_path):
-    """As `make lint` finds it, in a copy of the package."""
+def test_forbidden_import_is_detected(tmp_path):
+    """Run the import check of `make lint` on a changed copy of the package."""
     shutil.copytree(SOURCE, tmp_path / "paceline")
     shutil.copy(SOURCE.parents[1] / "pyproject.toml", tmp_path)
-    assert "0 broken" in layers(tmp_path)
+    assert "0 broken" in check_layers(tmp_path)
     with (tmp_path / "paceline/units.py").open("a") as file:
         file.write(
             "\n\ndef planted():\n    from paceline.plan.plan import Plan\n    import torch\n    return "
             "Plan, torch\n"
         )
-    said = layers(tmp_path)
-    assert "paceline.units -> paceline.plan.plan" in said
-    assert "layers BROKEN" in said
-    assert "planning, reporting and diagnosing do not import torch BROKEN" in said
+    output = check_layers(tmp_path)
+    assert "paceline.units -> paceline.plan.plan" in output
+    assert "layers BROKEN" in output
+    assert "planning, reporting and diagnosing do not import torch BROKEN" in output
 
 
-def layers(at: Path) -> str:
+def check_layers(at: Path) -> str:
     code = (
         "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command; "
         "lint_imports_command()"
@@ -103,21 +103,21 @@ def layers(at: Path) -> str:
     ).stdout
 
 
-def test_a_name_that_is_not_there():
+def test_unknown_name_raises():
     with pytest.raises(AttributeError, match="module 'paceline' has no attribute 'Trainer'"):
         paceline.Trainer  # noqa: B018
 
 
-def test_each_error_is_one_that_is_meant():
+def test_each_error_derives_from_error_and_is_documented():
     errors = importlib.import_module("paceline.errors")
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
-    assert all(issubclass(kind, paceline.Error) for kind in kinds)
-    assert all(kind.__name__ in errors.__doc__ for kind in kinds)
+    classes = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    assert all(issubclass(kind, paceline.Error) for kind in classes)
+    assert all(kind.__name__ in errors.__doc__ for kind in classes)
 
 
 RESOLVED = """
 import warnings
-warnings.simplefilter("ignore")  # setuptools calls its own function experimental
+warnings.simplefilter("ignore")  # setuptools warns that this function is experimental
 from setuptools.config.pyprojecttoml import read_configuration
 print(read_configuration("pyproject.toml")["project"]["version"])
 """
@@ -130,8 +130,8 @@ print(json.dumps([installed, paceline.__version__, collect_provenance()["package
 """
 
 
-def test_the_version_is_written_in_one_place(tmp_path):
-    """The metadata of an older installation, which an editable one keeps, change nothing."""
+def test_version_is_that_of_the_imported_package(tmp_path):
+    """Metadata of an older installation, which an editable installation keeps, have no effect."""
     root = Path(__file__).parent.parent
     assert "version" not in tomllib.loads((root / "pyproject.toml").read_text())["project"]
     if importlib.util.find_spec("setuptools") is not None:
@@ -143,19 +143,19 @@ def test_the_version_is_written_in_one_place(tmp_path):
     old.mkdir()
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: paceline\nVersion: 9.9.9\n")
     with_old = clean_environment(PYTHONPATH=str(tmp_path))
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", REPORTED], capture_output=True, text=True, env=with_old, timeout=60
     )
-    assert json.loads(said.stdout) == ["9.9.9", paceline.__version__, paceline.__version__], said.stderr
-    said = subprocess.run(
+    assert json.loads(result.stdout) == ["9.9.9", paceline.__version__, paceline.__version__], result.stderr
+    result = subprocess.run(
         [sys.executable, "-m", "paceline", "--version"],
         capture_output=True,
         text=True,
         env=with_old,
         timeout=60,
     )
-    assert said.stdout == f"paceline {paceline.__version__}\n"
+    assert result.stdout == f"paceline {paceline.__version__}\n"
 
 
-def test_it_says_that_it_is_typed():
+def test_package_is_marked_as_typed():
     assert (Path(paceline.__file__).parent / "py.typed").is_file()

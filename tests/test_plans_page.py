@@ -20,17 +20,17 @@ PAGE = (DOCS / "plans.md").read_text()
 COMMANDS = re.findall(r"^(paceline .+)$", PAGE, re.M)
 
 
-def plan_of(command: str):
-    """The plan, for its ranks and the batch. Raises PlanError, also for what only the model can tell."""
+def validate_command(command: str) -> None:
+    """Raise PlanError if the plan of a command is invalid for its ranks, batch or model."""
     words = shlex.split(command)
-    said = {flag: words[at + 1] for at, flag in enumerate(words) if flag.startswith("--")}
-    plan = parse(said["--plan"]).resolve(int(said["--ranks"]))
-    spec = Spec(task=words[2], batch=int(said.get("--batch", Spec.model_fields["batch"].default)))
+    options = {word: words[index + 1] for index, word in enumerate(words) if word.startswith("--")}
+    plan = parse(options["--plan"]).resolve(int(options["--ranks"]))
+    spec = Spec(task=words[2], batch=int(options.get("--batch", Spec.model_fields["batch"].default)))
     micro_batch_size(spec.batch, plan)
     validate_plan(spec, plan, load_task(spec.task, spec.set))
 
 
-def script(*flags: str):
+def run_script(*flags: str):
     return subprocess.run(
         [sys.executable, DOCS / "draw_plans.py", *flags], capture_output=True, text=True, timeout=120
     )
@@ -38,30 +38,30 @@ def script(*flags: str):
 
 @pytest.fixture(scope="module")
 def checked():
-    return script("--check")
+    return run_script("--check")
 
 
-def test_the_pictures_are_what_the_script_draws(checked):
+def test_pictures_equal_the_output_of_the_script(checked):
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_the_bubbles_are_those_of_the_formula_and_on_the_page(checked):
+def test_bubbles_equal_the_formula_and_the_page(checked):
     """gpipe, 1f1b: (p-1)/(m+p-1) of the time.
 
     Of the ideal time, interleaved: (p-1)/(v m); with separate gradients of weights: (p-1)/(3 v m).
     """
-    found = dict(re.findall(r"^(\S+) +bubble (\S+)% of the time", checked.stdout, re.M))
-    assert set(found) == set(RUNNABLE_SCHEDULES)
-    assert found["gpipe"] == found["1f1b"] == f"{100 * 3 / 11:.1f}"
+    bubbles = dict(re.findall(r"^(\S+) +bubble (\S+)% of the time", checked.stdout, re.M))
+    assert set(bubbles) == set(RUNNABLE_SCHEDULES)
+    assert bubbles["gpipe"] == bubbles["1f1b"] == f"{100 * 3 / 11:.1f}"
     for schedules, ideal in ((("interleaved",), 3 / (2 * 8)), (("zero-bubble", "zbv"), 3 / (3 * 2 * 8))):
-        assert all(found[schedule] == f"{100 * ideal / (1 + ideal):.1f}" for schedule in schedules)
+        assert all(bubbles[schedule] == f"{100 * ideal / (1 + ideal):.1f}" for schedule in schedules)
     for schedule, bubble, kept in re.findall(r"^(\S+) +bubble (\S+)% .*by rank: (.+)$", checked.stdout, re.M):
         row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{schedule}`"))
         assert f"| {bubble} %" in row
         assert f"| {kept} |" in row
 
 
-def test_another_picture_is_noticed(tmp_path):
+def test_changed_picture_is_detected(tmp_path):
     for name in ("draw_plans.py", "schedules.py"):
         (tmp_path / name).write_text((DOCS / name).read_text())
     (tmp_path / "plans").mkdir()
@@ -78,8 +78,8 @@ def test_another_picture_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_is_a_plan(command):
-    plan_of(command)
+def test_each_command_has_a_valid_plan(command):
+    validate_command(command)
 
 
 @pytest.mark.parametrize(
@@ -90,24 +90,24 @@ def test_each_command_is_a_plan(command):
         "pp=4,pp_schedule=interleaved,stages=3,microbatches=8",
     ],
 )
-def test_a_command_that_cannot_be_is_noticed(plan):
+def test_invalid_plan_is_detected(plan):
     with pytest.raises(PlanError):
-        plan_of(f"paceline train text --plan {plan} --ranks 4")
+        validate_command(f"paceline train text --plan {plan} --ranks 4")
 
 
-def test_every_plan_has_its_place_and_picture():
-    said = "\n".join(COMMANDS)
+def test_page_has_each_plan_and_each_picture():
+    text = "\n".join(COMMANDS)
     words = [
         *NAMED_PLANS,
         *(f"pp_schedule={name}" for name in RUNNABLE_SCHEDULES),
         *(f"recompute={name}" for name in RECOMPUTE if name != "none"),
     ]
-    assert [word for word in words if word not in said] == []
+    assert [word for word in words if word not in text] == []
     shown = set(re.findall(r"\]\(plans/(\S+)\)", PAGE))
     assert shown == {picture.name for picture in (DOCS / "plans").glob("*.svg")}
 
 
-def test_links_within_the_page_lead_somewhere():
+def test_links_within_the_page_exist():
     anchors = {
         re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-")
         for head in re.findall(r"^## (.+)$", PAGE, re.M)

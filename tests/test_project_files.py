@@ -1,4 +1,4 @@
-"""The files around the code: changelog, citation, forms, hooks."""
+"""Files of the project: changelog, citation, issue forms, hooks, CONTRIBUTING.md."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 KINDS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]  # in the order of Keep a Changelog
 
 
-def test_the_changelog_has_each_heading_once_and_in_order():
+def test_changelog_has_each_heading_once_and_in_order():
     _, *releases = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
     assert releases[0].startswith("[Unreleased]\n")
     for release in releases:
@@ -19,14 +19,14 @@ def test_the_changelog_has_each_heading_once_and_in_order():
         assert headings == [kind for kind in KINDS if kind in headings], release.splitlines()[0]
         lines = [line for line in release.splitlines()[1:] if line and not line.startswith("### ")]
         assert all(line.startswith(("- ", "  ")) for line in lines)
-        assert len(lines) == len({*lines}), "a merge left a line twice"
+        assert len(lines) == len({*lines}), "a line occurs twice, as after a merge"
 
 
-def test_the_citation_has_the_version():
+def test_citation_has_the_version_of_the_package():
     assert re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M) == [paceline.__version__]
 
 
-def test_the_hooks_run_what_make_lint_runs():
+def test_hooks_equal_the_commands_of_make_lint():
     hooks = re.findall(r"entry: \.venv/bin/(.*)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.M)
     [recipe] = re.findall(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
     assert hooks == re.findall(r"\$\(BIN\)/([a-z-]+(?: format| check)*(?: --check)?)", recipe)
@@ -40,19 +40,19 @@ FILES = [
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_it_is_yaml(name):
+def test_file_is_valid_yaml(name):
     yaml = pytest.importorskip("yaml")
-    found = yaml.safe_load((ROOT / name).read_text())
-    for field in found.get("body", ()):
+    content = yaml.safe_load((ROOT / name).read_text())
+    for field in content.get("body", ()):
         assert {"type", "id", "attributes"} <= {*field}
         assert {"label"} <= {*field["attributes"]}
-    if "body" in found:
-        assert {"name", "description"} <= {*found}
-        assert len({field["id"] for field in found["body"]}) == len(found["body"])
+    if "body" in content:
+        assert {"name", "description"} <= {*content}
+        assert len({field["id"] for field in content["body"]}) == len(content["body"])
 
 
-def test_what_contributing_names_is_there():
-    """The page is updated when files, targets of make, classes, tables or functions are renamed."""
+def test_names_in_contributing_exist():
+    """The page names existing files, targets of make, classes, tables and functions."""
     page = (ROOT / "CONTRIBUTING.md").read_text()
     quoted = set(re.findall(r"`([^`\n]+)`", page))
     paths = {word for word in quoted if re.fullmatch(r"(src|tests|docs)/[\w./]+\w", word)}

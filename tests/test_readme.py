@@ -1,4 +1,4 @@
-"""The commands and programs in the README and the docs are run as they stand there."""
+"""The commands and programs in the README and the docs run as written."""
 
 import os
 import re
@@ -44,7 +44,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_tour(command, folder):
+def test_commands_of_the_tour(command, folder):
     """In order: some commands use files of earlier ones. `train` and other launchers start a new process."""
     command = command.partition("#")[0].strip()
     program, *words = shlex.split(command)
@@ -54,35 +54,43 @@ def test_the_tour(command, folder):
         run(command, folder)
 
 
-def test_what_the_tour_leaves(folder):
+def test_files_that_the_tour_writes(folder):
     assert (folder / "weights.safetensors").exists()
-    left = {path.relative_to(folder / "runs/a").parts[0] for path in (folder / "runs/a").rglob("*")}
-    assert {"spec.toml", "provenance.json", "events.jsonl", "log.txt", "ckpt", "ranks", "tensorboard"} <= left
+    names = {path.relative_to(folder / "runs/a").parts[0] for path in (folder / "runs/a").rglob("*")}
+    assert {
+        "spec.toml",
+        "provenance.json",
+        "events.jsonl",
+        "log.txt",
+        "ckpt",
+        "ranks",
+        "tensorboard",
+    } <= names
 
 
-def test_the_loop_that_the_caller_owns(folder):
+def test_training_loop_of_the_readme(folder):
     (folder / "own.py").write_text(README["own.py"])
     assert "Ended(" in run("python own.py", folder)
 
 
-def test_the_request_in_a_file(folder):
+def test_request_file_of_the_runs_page(folder):
     (folder / "run.toml").write_text(read_blocks("docs/runs.md")["run.toml"])
     assert "done" in run("paceline train run.toml --run-dir runs/from-file", folder)
 
 
 def rows(text: str) -> list[str]:
-    """Names of the closing table."""
+    """Return the names in the closing table of a training."""
     return [name for name in re.findall(r"^(\w[\w ]*?) {2,}\S", text, re.M) if not name.startswith("step ")]
 
 
-def test_the_output_of_make_train_is_todays(tmp_path):
+def test_output_in_the_readme_has_the_rows_of_a_training(tmp_path):
     [sample] = re.findall(r"```\n(digits with .*?)```", (ROOT / "README.md").read_text(), re.S)
-    said = succeed("train", "digits", "--ranks", "2", "--steps", "4", at=tmp_path).out
-    assert "wall" in rows(said)
-    assert rows(sample) == rows(said)
+    output = succeed("train", "digits", "--ranks", "2", "--steps", "4", at=tmp_path).out
+    assert "wall" in rows(output)
+    assert rows(sample) == rows(output)
 
 
-def test_links_lead_somewhere():
+def test_links_exist():
     for page in [
         ROOT / "README.md",
         ROOT / "benchmarks/README.md",
@@ -94,7 +102,7 @@ def test_links_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_tree_names_every_file():
+def test_tree_lists_every_file():
     listed = set(re.findall(r"^  (\S+\.py)", (ROOT / "docs/tree.md").read_text(), re.M))
     assert listed == {
         str(path.relative_to(ROOT / "src/paceline")) for path in (ROOT / "src/paceline").rglob("*.py")
