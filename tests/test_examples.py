@@ -60,7 +60,7 @@ def test_page_lists_each_example_and_examples_are_short():
 @pytest.mark.parametrize(
     ("name", "metric", "above"),
     [
-        ("image_classification.py", "accuracy", 0.3),
+        pytest.param("image_classification.py", "accuracy", 0.3, marks=pytest.mark.slow),
         ("lstm.py", None, None),
         pytest.param(
             "hugging_face.py", "right", -1.0, marks=pytest.mark.slow

@@ -310,7 +310,6 @@ ON_ONE_RANK = ("SIGINT", "Ctrl-C", "SIGTERM", "SIGHUP", "all killed")  # the lau
 # or by restarts ("-").
 FAST_STOPS = [
     ("ddp", "Ctrl-C", "resume"),
-    ("zero3", "rank 0 killed, restarted", "-"),
 ]
 TRAIN_AFTER_KILL = ("zero1", "launcher killed", "train")
 ALL_STOPS = [
