@@ -107,17 +107,21 @@ def test_find_plans_sorts_by_time_and_prices() -> None:
     assert times == sorted(times)
     bill = best.bill(best.plans[0][1])
     assert bill is not None
-    alone = paceline.find_plans(Spec(task="text", batch=64), 16, cluster, plan="zero3")
-    assert [str(plan) for plan, _ in alone.plans] == ["zero3"]
+    single_plan = paceline.find_plans(Spec(task="text", batch=64), 16, cluster, plan="zero3")
+    assert [str(plan) for plan, _ in single_plan.plans] == ["zero3"]
     with pytest.raises(PlanError, match="tp=3"):
         paceline.find_plans(Spec(task="text", batch=64), 15, cluster, plan=Plan(tp=3))
 
 
 def test_describe_takes_an_instance_or_a_reference() -> None:
-    one = paceline.describe(Spec(batch=12), models.Points())
-    other = paceline.describe(Spec(task="models:Points", batch=12))
-    assert (one.params, one.blocks, one.name) == (other.params, other.blocks, other.name)
-    assert one.params == sum(p.numel() for p in models.Points().model().parameters())
+    of_instance = paceline.describe(Spec(batch=12), models.Points())
+    of_reference = paceline.describe(Spec(task="models:Points", batch=12))
+    assert (of_instance.params, of_instance.blocks, of_instance.name) == (
+        of_reference.params,
+        of_reference.blocks,
+        of_reference.name,
+    )
+    assert of_instance.params == sum(p.numel() for p in models.Points().model().parameters())
     with pytest.raises(TaskError, match="nowhere"):
         paceline.describe(Spec(task="nowhere.py:Task"))
 

@@ -353,7 +353,7 @@ def test_huge_values_are_refused_in_one_short_sentence(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "warmup", "every"),
+    ("keys", "warmup", "every"),
     [
         ({"warmup": 50}, 50, None),
         ({"warmup": "50 steps"}, 400, None),
@@ -363,11 +363,11 @@ def test_huge_values_are_refused_in_one_short_sentence(tmp_path):
         ({"warmup": "30 samples", "name": "step", "every": "0.001 epochs"}, 30, 1),
     ],
 )
-def test_schedule_lengths_in_samples(asked, warmup, every):
-    found = Schedule(**asked).in_samples(8, 100)
-    assert (found.warmup, found.every) == (warmup, every)
-    assert load(None, {f"schedule.{key}": value for key, value in asked.items()})[0].schedule == Schedule(
-        **asked
+def test_schedule_lengths_in_samples(keys, warmup, every):
+    schedule = Schedule(**keys).in_samples(8, 100)
+    assert (schedule.warmup, schedule.every) == (warmup, every)
+    assert load(None, {f"schedule.{key}": value for key, value in keys.items()})[0].schedule == Schedule(
+        **keys
     )
 
 

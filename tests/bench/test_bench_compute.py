@@ -150,7 +150,7 @@ def test_memory_and_attention(monkeypatch):
 
 
 def test_flop_of_attention_on_a_cpu_are_counted():
-    """torch alone does not count them."""
+    """torch does not count them."""
     query, key, value = (torch.randn(2, 3, 16, 8, requires_grad=True) for _ in range(3))
     assert count_flop(lambda: F.scaled_dot_product_attention(query, key, value)) == 2 * 2 * (
         2 * 3 * 16 * 16 * 8

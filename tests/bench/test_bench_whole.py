@@ -69,9 +69,8 @@ def test_results_become_facts_of_the_cluster():
         1e9,
         "measured",
     )
-    assert product.flops.spread == pytest.approx(
-        0.1
-    )  # of a normal distribution, whose quartiles are 1.349 standard deviations apart
+    # The quartiles of a normal distribution are 1.349 standard deviations from one another.
+    assert product.flops.spread == pytest.approx(0.1)
     assert (attention_rate.flops.value, attention_rate.flops.note.endswith(", flash")) == (3e9, True)
     assert cluster.device.memory_Bps.value == 25e9
     assert {memory: rate.value for memory, rate in cluster.device.to_device_Bps.items()} == {

@@ -286,7 +286,7 @@ def test_in_a_pipeline(here, tmp_path):
         "--plan",
         "pp=2,microbatches=2",
     )
-    one_sentence(paceline(*words, "--set", "fate=backward", "--set", "how=odd", at=tmp_path), "odd")
+    check_one_sentence(paceline(*words, "--set", "fate=backward", "--set", "how=odd", at=tmp_path), "odd")
 
 
 def test_the_backward_pass_of_a_loss_without_gradient(here):
@@ -355,14 +355,14 @@ def test_a_field_validator_that_raises(here):
         assert f"bad.py, line {LINES[how]})" in str(caught.value)
 
 
-def one_sentence(result: Result, how: str, rank: int | None = None) -> None:
-    """rank: the only rank that failed, if there are several."""
+def check_one_sentence(result: Result, how: str, rank: int | None = None) -> None:
+    """Check that a failed command prints one sentence. `rank`: the rank that failed, if there are several."""
     assert result.status != 0, result.all
-    said = [line for line in (result.out + result.err).splitlines() if HOWS[how] in line]
-    assert len(said) == 1, result.all
-    assert f"bad.py, line {LINES[how]})" in said[0], result.all
+    lines = [line for line in (result.out + result.err).splitlines() if HOWS[how] in line]
+    assert len(lines) == 1, result.all
+    assert f"bad.py, line {LINES[how]})" in lines[0], result.all
     if rank is not None:
-        assert f"rank {rank}: " in said[0] if rank else "rank " not in said[0], result.all
+        assert f"rank {rank}: " in lines[0] if rank else "rank " not in lines[0], result.all
     assert "Traceback" not in result.out + result.err, result.all
 
 
@@ -390,7 +390,7 @@ def test_exit_with_status_0_on_one_of_two_ranks(only_on, fate, here, tmp_path):
         "r",
     )
     result = paceline(*words, "--set", f"fate={fate}", "--set", "how=exit", at=tmp_path, ONLY_ON=only_on)
-    one_sentence(result, "exit", int(only_on))
+    check_one_sentence(result, "exit", int(only_on))
     log = (tmp_path / "r" / "ranks" / f"{only_on}.log").read_text()
     assert "Traceback" in log, "the log of the rank has it"
     assert f'bad.py", line {LINES["exit"]}' in log
@@ -419,7 +419,7 @@ def test_every_command(words, here, tmp_path):
         "how=exit",
         at=tmp_path,
     )
-    one_sentence(result, "exit")
+    check_one_sentence(result, "exit")
 
 
 def test_debug_shows_the_traceback(here, tmp_path):

@@ -299,7 +299,7 @@ def test_the_cluster_in_the_documentation_is_valid(tmp_path):
     )
     named = {*re.findall(r"`(\w+)`", page)}
     for model in (Cluster, Device, Link, Rate, Overlap, Disk, Fact):
-        assert {*model.model_fields} <= named, f"a field of {model.__name__} is not told of"
+        assert {*model.model_fields} <= named, f"a field of {model.__name__} is not described"
 
 
 def test_the_documented_table_matches_the_code(tmp_path):

@@ -89,8 +89,8 @@ def test_parse_rocm_smi():
         (k, "AMD INSTINCT MI250 (MCM) OAM AC MBA", 560.0, "6.2.4", "0000:2F:00.0") for k in range(2)
     ]
     assert {row.memory_bytes for row in found} == {None}, "the query had no memory"
-    [one] = gpus.parse_amd(recorded("rocm-smi-memory-1xMI210.json"))
-    assert (one.name, one.memory_bytes, one.driver) == ("Instinct MI210", 65520 * 2**20, None)
+    [gpu] = gpus.parse_amd(recorded("rocm-smi-memory-1xMI210.json"))
+    assert (gpu.name, gpu.memory_bytes, gpu.driver) == ("Instinct MI210", 65520 * 2**20, None)
 
 
 # Topology
@@ -621,7 +621,7 @@ def test_the_command(tmp_path):
     ]
     assert {row.name: row.available for row in found.torch.communication}["gloo"]
     assert all(row.available or row.note for row in (*found.torch.backends, *found.torch.communication)), (
-        "whatever is missing says how to get it"
+        "each missing library must have a note on how to get it"
     )
     assert found.torch.version in result.out
     assert str(tmp_path) in result.out.replace("\n", "")

@@ -57,8 +57,8 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def test_all_orders_are_equally_likely() -> None:
-    found = [tuple(order(4, seed)) for seed in range(2400)]
-    counts = [found.count(each) for each in set(found)]
+    orders = [tuple(order(4, seed)) for seed in range(2400)]
+    counts = [orders.count(entry) for entry in set(orders)]
     assert len(counts) == 24
     assert min(counts) > 60  # 100 ± 10 each
     first = np.array([order(1000, seed)[0] for seed in range(1000)])
@@ -171,24 +171,24 @@ def read(
 def test_augmentation_depends_on_the_sample() -> None:
     random.seed(1)
     torch.manual_seed(1)
-    alone = dict(read(0, 1, workers=0))
-    assert len(set(alone.values())) == len(alone) == 32  # another one in each epoch
-    assert dict(read(0, 1, workers=2)) == alone
+    expected = dict(read(0, 1, workers=0))
+    assert len(set(expected.values())) == len(expected) == 32  # each epoch has other augmentations
+    assert dict(read(0, 1, workers=2)) == expected
     for workers in (0, 2):
-        assert dict(read(0, 2, workers)) | dict(read(1, 2, workers)) == alone
-    assert not {*alone.values()} & {*dict(read(0, 1, workers=0, split="validation")).values()}
+        assert dict(read(0, 2, workers)) | dict(read(1, 2, workers)) == expected
+    assert not {*expected.values()} & {*dict(read(0, 1, workers=0, split="validation")).values()}
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero3"])
 def test_augmentation_is_the_same_on_any_number_of_ranks(plan: str) -> None:
-    one = train_on_ranks(
+    expected = train_on_ranks(
         1, Noisy(), Spec(steps=5, batch=8, precision="fp64", data=Loading(workers=0)), "single"
     )
     for ranks, workers in ((1, 2), (2, 0), (2, 2)):
         found = train_on_ranks(
             ranks, Noisy(), Spec(steps=5, batch=8, precision="fp64", data=Loading(workers=workers)), plan
         )
-        assert not differences(found, one, 1e-12)
+        assert not differences(found, expected, 1e-12)
 
 
 def _draw_and_restore(index: int) -> float:

@@ -34,7 +34,7 @@ TORCHRUN = (
 LAUNCHERS = [PACELINE, pytest.param(TORCHRUN, marks=pytest.mark.slow)]
 
 
-def begin(folder: Path, source: str, *more: str, program: tuple[str, ...] = PACELINE) -> Running:
+def start_training(folder: Path, source: str, *more: str, program: tuple[str, ...] = PACELINE) -> Running:
     set_sample_delay(folder / "slow", 0.01)
     words = (
         "train",
@@ -63,7 +63,7 @@ def begin(folder: Path, source: str, *more: str, program: tuple[str, ...] = PACE
 def test_out_of_memory_on_one_rank_ends_all(program: tuple[str, ...], tmp_path: Path) -> None:
     """The default timeout of a minute does not pass."""
     run = tmp_path / "run"
-    with begin(tmp_path, GREEDY, program=program) as running:
+    with start_training(tmp_path, GREEDY, program=program) as running:
         running.wait_for_step(run, 3)
         (tmp_path / "room").touch()
         result = running.wait(30)
@@ -82,7 +82,7 @@ def test_out_of_memory_on_one_rank_ends_all(program: tuple[str, ...], tmp_path: 
 def test_datasets_of_unequal_length_are_refused_before_the_first_step(
     program: tuple[str, ...], tmp_path: Path
 ) -> None:
-    with begin(tmp_path, OWN_PART, program=program) as running:
+    with start_training(tmp_path, OWN_PART, program=program) as running:
         result = running.wait(60)
         running.wait_until_all_ended(10)
     sentence = (

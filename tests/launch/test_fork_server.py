@@ -107,7 +107,7 @@ def test_a_forked_rank_equals_a_spawned_rank(tmp_path: Path) -> None:
     assert LOOKING.count("surroundings()") == 2
     write_task(tmp_path, LOOKING)
     for forked, spawned in zip(seen("forked", tmp_path), seen("spawned", tmp_path), strict=True):
-        for one in (forked, spawned):
+        for properties in (forked, spawned):
             for name in ("environment", "shown"):
                 for different in (
                     "MASTER_PORT",
@@ -115,7 +115,7 @@ def test_a_forked_rank_equals_a_spawned_rank(tmp_path: Path) -> None:
                     "PACELINE_TESTS",
                     "TORCHINDUCTOR_CACHE_DIR",
                 ):  # torch._dynamo sets the last
-                    one[name].pop(different, None)
+                    properties[name].pop(different, None)
         assert {
             name: (value, spawned[name]) for name, value in forked.items() if value != spawned[name]
         } == {}

@@ -174,5 +174,5 @@ def test_a_container_gets_the_gpus_of_its_node(there: tuple[str, ...], flag: str
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
-    for name, asked in SCRIPTS.items():
-        (GOLDEN / name).write_text(render(*asked))
+    for name, arguments in SCRIPTS.items():
+        (GOLDEN / name).write_text(render(*arguments))

@@ -49,7 +49,7 @@ FAILING = [
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    folder = tmp_path_factory.mktemp("alone")
+    folder = tmp_path_factory.mktemp("single")
     write_task(folder)
     assert paceline("train", "my.py:Regression", *WORDS, "--run-dir", "run", at=folder).status == 0
     return [step.loss for step in events_of_kind(folder / "run", Step)]

@@ -257,11 +257,11 @@ def shared_by_stages() -> Iterator[None]:
 
 
 def test_shared_buffer_changed_by_two_stages_is_caught() -> None:
-    one = train_on_ranks(1, Counted(), SPEC, "single,microbatches=2")
-    assert one.weights["steps"] == 6
+    expected = train_on_ranks(1, Counted(), SPEC, "single,microbatches=2")
+    assert expected.weights["steps"] == 6
     plan = "pp=2,microbatches=2,pp_schedule=interleaved"
-    assert not differences(train_on_ranks(2, Counted(), SPEC, plan), one, 1e-10)
-    assert differences(train_on_ranks(2, Counted(), SPEC, plan, shared_by_stages), one, 1e-10) == [
+    assert not differences(train_on_ranks(2, Counted(), SPEC, plan), expected, 1e-10)
+    assert differences(train_on_ranks(2, Counted(), SPEC, plan, shared_by_stages), expected, 1e-10) == [
         "steps by 1"
     ]
 

@@ -150,9 +150,10 @@ def test_live_memory_is_equal_with_and_without_values() -> None:
     tokens = torch.randint(256, (3, 16))
     real = count_facts(OpCounter(task.model(), task, {}), task, (tokens, tokens), 3)
     pairs = [
-        (one.lives, same.lives) for (one, _), (same, _) in zip(expected.parts(), real.parts(), strict=True)
+        (fake.lives, measured.lives)
+        for (fake, _), (measured, _) in zip(expected.parts(), real.parts(), strict=True)
     ]
-    assert all(one is not None and one == pytest.approx(same, rel=0.01) for one, same in pairs)
+    assert all(fake is not None and fake == pytest.approx(measured, rel=0.01) for fake, measured in pairs)
     block = expected.runs[0][0]
     assert block.lives is not None
     assert block.lives.kept == pytest.approx(

@@ -39,16 +39,16 @@ def test_every_part_has_a_distinct_colour():
 
 
 def test_a_plan_that_does_not_fit_is_explained():
-    asked = find_best_plans(load_model("gpt3-13b"), make_cluster(8), 8, "ddp", others=True)
-    text = [line for line in explain(asked) if isinstance(line, str)]
+    best = find_best_plans(load_model("gpt3-13b"), make_cluster(8), 8, "ddp", others=True)
+    text = [line for line in explain(best) if isinstance(line, str)]
     assert "it does not fit" in text[0]
-    assert asked.pool
-    assert "; the closest, " in list_notes(asked)[0]
+    assert best.pool
+    assert "; the closest, " in list_notes(best)[0]
 
 
 def test_pictures_are_reproducible(tmp_path):
     pytest.importorskip("matplotlib")
-    asked = find_best_plans(load_model("resnet50"), make_cluster(4), 64, "zero3,microbatches=2", others=True)
+    best = find_best_plans(load_model("resnet50"), make_cluster(4), 64, "zero3,microbatches=2", others=True)
     for name in ("one.svg", "two.svg"):
-        draw(asked, 3, tmp_path / name)
+        draw(best, 3, tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()

@@ -71,9 +71,9 @@ def test_memory_counts_all_experts_and_flops_active_experts(name, active):
     """
     m, facts = load_transformer(name), load_model(name)
     products = sum(block.product_flops * count for block, count in facts.parts()) / (2 * m.seq)
-    beside = m.vocab * m.hidden + (2 * m.layers + 1) * m.hidden + m.layers * m.hidden * m.experts
-    assert products + beside == pytest.approx(active, rel=2e-3)
-    idle = facts.params - products - beside
+    other_params = m.vocab * m.hidden + (2 * m.layers + 1) * m.hidden + m.layers * m.hidden * m.experts
+    assert products + other_params == pytest.approx(active, rel=2e-3)
+    idle = facts.params - products - other_params
     [(block, layers)] = facts.runs
     assert idle == layers * block.expert_params * (m.experts - m.active_experts) / m.experts
     cut = WorkSplit(tp=2, recompute="full")

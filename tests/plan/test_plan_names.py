@@ -42,7 +42,7 @@ def test_prediction_tables_keep_plan_names_whole(width, found, monkeypatch, caps
     for plan, cost in found.plans[:20]:
         at = next(at for at, line in enumerate(lines) if line.split(" ")[0] == str(plan))
         figures = lines[at].split()[1:] or lines[at + 1].split()
-        assert f"{cost.time.error:.0%}" in figures, "beside the plan or below it"
+        assert f"{cost.time.error:.0%}" in figures, "the error must be next to the plan or below it"
         assert figures[-1] in ("yes", "barely")
     if width == 200:
         assert re.match(rf"{re.escape(plans[0])} +\d", lines[of_step + 1]), "where there is room, in one line"

@@ -211,7 +211,7 @@ def test_commands_report_skipped_lines(name, tmp_path, monkeypatch, capsys):
     run = folder(tmp_path / "runs/a", *SMALL)
     folder(tmp_path / "runs/b", *SMALL)
     put(run, MIDDLE, DAMAGE.get(name, NEWER["kind"][0]))
-    said = (
+    message = (
         "skipped 1 event of an unknown kind (paused)"
         if name == "newer"
         else "skipped 1 damaged line in events.jsonl"
@@ -219,21 +219,21 @@ def test_commands_report_skipped_lines(name, tmp_path, monkeypatch, capsys):
     for words in (("show", "runs/a"), ("profile", "runs/a", "--measured"), ("doctor", "runs/a")):
         status, text = command(monkeypatch, capsys, *words)
         assert status == 0, text
-        assert said in text, words
+        assert message in text, words
     status, text = command(monkeypatch, capsys, "status")
     first, second = text.splitlines()
     assert first.startswith("runs/a: stopped at step 30")
-    assert said in first
+    assert message in first
     assert second.startswith("runs/b: stopped at step 30")
     assert "skipped" not in second
     status, text = command(monkeypatch, capsys, "cancel", "runs/a")
     assert status == 2
     assert "runs/a is not running: stopped at step 30" in text
-    assert said in text
+    assert message in text
     status, text = command(monkeypatch, capsys, "resume", "runs/a")
     assert (status, text.splitlines()[0]) == (
         2,
-        f"runs/a: {said}" + (" in events.jsonl" if name == "newer" else ""),
+        f"runs/a: {message}" + (" in events.jsonl" if name == "newer" else ""),
     )
 
 
@@ -273,28 +273,29 @@ def test_a_lost_start_does_not_hide_the_steps(tmp_path, monkeypatch, capsys):
 # Compared with a simple reader that holds everything in memory
 
 
-def simple(happened: list[Event]) -> tuple[object, ...]:
+def summarize_simply(happened: list[Event]) -> tuple[object, ...]:
+    """Return the figures of a summary, computed from all events."""
     steps: dict[int, Step] = {}
-    done: list[Event] = []
+    others: list[Event] = []
     start = 0
     for event in happened:
         if isinstance(event, Started):
             start = event.step
-            steps = {number: one for number, one in steps.items() if number <= start}
-            done = [one for one in done if one.step <= start]
+            steps = {number: step for number, step in steps.items() if number <= start}
+            others = [event for event in others if event.step <= start]
         elif isinstance(event, Step):
             steps[event.step] = event
         elif isinstance(event, (Evaluated, Saved)):
-            done.append(event)
-    warm = [one for number, one in steps.items() if number > start + WARM_UP_STEPS] or [*steps.values()]
-    total_s = sum(one.step_s for one in steps.values()) + sum(
-        getattr(one, "blocked_s", one.seconds) for one in done
+            others.append(event)
+    warm = [step for number, step in steps.items() if number > start + WARM_UP_STEPS] or [*steps.values()]
+    total_s = sum(step.step_s for step in steps.values()) + sum(
+        getattr(event, "blocked_s", event.seconds) for event in others
     )
     return (
         max(steps),
         steps[min(steps)].loss,
         steps[max(steps)].loss,
-        statistics.median(one.step_s for one in warm),
+        statistics.median(step.step_s for step in warm),
         total_s,
     )
 
@@ -329,7 +330,7 @@ def test_reading_at_once_and_incrementally_gives_the_same_result(seed, tmp_path)
     assert not growing.refresh(), "there is nothing new"
     found = growing.summary
     assert (found.steps, found.first_loss, found.last_loss, found.step_s, found.total_s) == pytest.approx(
-        simple(happened)
+        summarize_simply(happened)
     )
     assert found == view(run).summary
     assert found.starts == sum(isinstance(event, Started) for event in happened)
@@ -352,7 +353,7 @@ def test_a_file_that_was_replaced_is_read_again(tmp_path):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_reading_from_the_end_and_from_the_start_gives_the_same_result(seed, tmp_path, monkeypatch):
-    """With blocks of a few bytes, so that every boundary falls everywhere."""
+    """Blocks have a few bytes, so that lines cross the boundaries of blocks at any position."""
     draw = random.Random(seed)
     monkeypatch.setattr(events, "BLOCK_BYTES", draw.choice([1, 7, 64, 300, 5000]))
     monkeypatch.setattr(events, "MAX_LINE_BYTES", 800)
@@ -361,8 +362,8 @@ def test_reading_from_the_end_and_from_the_start_gives_the_same_result(seed, tmp
     long = [
         b'{"time": 1, "event": "saved", "x": "' + b"x" * draw.choice([900, 3000]) + b'"}' for _ in range(3)
     ]
-    for one in long:
-        lines.insert(draw.randint(0, len(lines)), one)
+    for line in long:
+        lines.insert(draw.randint(0, len(lines)), line)
     path = tmp_path / "e"
     path.write_bytes(b"\n".join(lines) + b"\n" + dumps(saved(99)).encode()[: draw.choice([0, 50])])
     reader = EventReader(path)
@@ -370,12 +371,14 @@ def test_reading_from_the_end_and_from_the_start_gives_the_same_result(seed, tmp
     assert reader.skipped == Skipped(damaged=3)
     assert events.end(path) == sum(map(len, lines)) + len(lines)
     for kinds in ((Started,), (Step,), (Evaluated, Saved), (Started, Step, Saved), (Ended,)):
-        expected = [next((one for one in reversed(happened) if type(one) is kind), None) for kind in kinds]
+        expected = [
+            next((event for event in reversed(happened) if type(event) is kind), None) for kind in kinds
+        ]
         assert sorted(map(dumps, events.last(path, *kinds))) == sorted(
-            dumps(one) for one in expected if one is not None
+            dumps(event) for event in expected if event is not None
         )
     [newest] = events.last(path, Started, Step, until=(Started, Step))
-    assert newest == next(one for one in reversed(happened) if isinstance(one, (Started, Step)))
+    assert newest == next(event for event in reversed(happened) if isinstance(event, (Started, Step)))
     position, found = events.tail(path, Skipped(), 2000)
     assert [*events.read(path, position)] == found
     assert found == happened[len(happened) - len(found) :]
@@ -428,7 +431,7 @@ def test_a_long_run_is_read_once_and_in_bounded_memory(long_run, small_limits):
     finally:
         tracemalloc.stop()
     summary = found.summary
-    steps, first_loss, last_loss, step_s, total_s = simple(happened)
+    steps, first_loss, last_loss, step_s, total_s = summarize_simply(happened)
     assert (summary.steps, summary.first_loss, summary.last_loss, summary.starts) == (
         steps,
         first_loss,
@@ -439,7 +442,7 @@ def test_a_long_run_is_read_once_and_in_bounded_memory(long_run, small_limits):
     assert 3_000 < summary.sampled < 6_000
     assert summary.step_s == pytest.approx(step_s, rel=0.02)
     assert summary.total_s == pytest.approx(total_s, rel=0.01), (
-        "the slow first steps stand for themselves alone"
+        "the slow first steps must not represent other steps"
     )
     assert sum(point.num_steps for point in found.steps) == 36_000
     assert [point.step for point in found.steps] == sorted({point.step for point in found.steps})
@@ -517,7 +520,7 @@ def test_the_launcher_reads_a_long_run_in_bounded_memory(long_run, small_limits)
         builder.add(event)
         assert len(builder.history.points) <= 2 * report_history.MAX_POINTS
     found = builder.build()
-    steps, first_loss, last_loss, step_s, total_s = simple(happened)
+    steps, first_loss, last_loss, step_s, total_s = summarize_simply(happened)
     assert (found.steps, found.first_loss, found.last_loss) == (steps, first_loss, last_loss)
     assert found.total_s == pytest.approx(total_s), "sums are exact where each step passes by"
     assert found.step_s == pytest.approx(step_s, rel=0.02)
@@ -595,10 +598,10 @@ def test_a_damaged_heartbeat_is_skipped_and_named(content, tmp_path):
     run.ranks.mkdir()
     run.alive(0).write_bytes(content)
     run.alive(1).write_text(json.dumps(BEAT | {"rank": 1, "newer": {"a": [1]}}))
-    none, one = read_heartbeats(run)
-    assert none is None
-    assert one is not None
-    assert (one.rank, one.step, one.phase) == (1, 3, "data")
+    damaged, intact = read_heartbeats(run)
+    assert damaged is None
+    assert intact is not None
+    assert (intact.rank, intact.step, intact.phase) == (1, 3, "data")
     assert find_damaged_heartbeats(run) == [run.alive(0)]
     run.said(1).write_bytes(content)
     assert heartbeat.read(run.said(1), heartbeat.StackAnswer) is None

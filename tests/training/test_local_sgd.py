@@ -296,9 +296,9 @@ def test_digits_are_learnt_equally_well(plan: str) -> None:
         evaluate_every=10**6,
     )
     accuracy = {}
-    for each in ("ddp", plan):
-        events = ranks(2)(events_of, Digits(width=16), spec, each)[0]
-        accuracy[each] = next(
+    for name in ("ddp", plan):
+        events = ranks(2)(events_of, Digits(width=16), spec, name)[0]
+        accuracy[name] = next(
             event.metrics["accuracy"] for event in reversed(events) if isinstance(event, Evaluated)
         )
     assert accuracy["ddp"] > 0.95

@@ -76,13 +76,13 @@ def with_gradients(dtype: torch.dtype) -> nn.Module:
 def test_norm_matches_torch(dtype: torch.dtype, rtol: float) -> None:
     model = with_gradients(dtype)
     params = list(model.parameters())
-    found, here = (
+    global_norm, local_norms = (
         GradientNorm(params, ALONE, FIRST, CPU).global_norm(),
         GradientNorm(params, ALONE, FIRST, CPU).local_norms(),
     )
     expected = torch.nn.utils.clip_grad_norm_(params, 1.0)
-    assert relative_difference(found, expected) < rtol
-    assert relative_difference(combine_norms(here, CPU), expected) < rtol
+    assert relative_difference(global_norm, expected) < rtol
+    assert relative_difference(combine_norms(local_norms, CPU), expected) < rtol
 
 
 def test_each_gradient_is_counted_on_one_rank() -> None:
@@ -136,10 +136,10 @@ def test_update_matches_torch(spec: Optimizer, oracle: object, clip: float | Non
     )
     for at, lr_factor in enumerate((1.0, 0.5, 0.25)):
         tokens = models.random_integers(11, 4, 5, seed=at)
-        for each in (model, twin):
-            each(tokens).square().sum().backward()
+        for copied in (model, twin):
+            copied(tokens).square().sum().backward()
             if at < 2:
-                each.blocks[0].norm.bias.grad = None
+                copied.blocks[0].norm.bias.grad = None
         for group in theirs.param_groups:
             group["lr"] = spec.lr * lr_factor
         if clip is not None:

@@ -186,8 +186,8 @@ def test_errors_have_signs() -> None:
 
 
 def make_profiler(total: int, enabled: bool | None = None) -> StepProfiler:
-    laid: Any = SimpleNamespace(servers=None, local=None)
-    return StepProfiler(enabled, 0, total, laid, parse("single"), SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
+    training: Any = SimpleNamespace(servers=None, local=None)
+    return StepProfiler(enabled, 0, total, training, parse("single"), SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("total", "due"), [(100, False), (100_000, True)])
@@ -517,13 +517,13 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where, figures, picture = run.parent / "cluster.json", run.parent / "a.json", run.parent / "a.svg"
     for _ in range(2):
         command(run, str(where), update=True, json=figures, plot=picture)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     result = json.loads(figures.read_text())
     parts = {name: row["measured"] for name, row in result["time_s"].items()}
     assert sum(parts.values()) == pytest.approx(2 * parts["step"])
     assert result["time_s"]["compute"]["predicted"] > 0
-    assert f"worst: {result['worst']}, predicted" in said
-    assert "now has 1 run, this one again" in said
+    assert f"worst: {result['worst']}, predicted" in output
+    assert "now has 1 run, this one again" in output
     assert picture.read_text().startswith("<?xml")
     [row] = file.read(where).calibrations
     assert {fact.source for fact in row.ratios.values()} == {"measured"}

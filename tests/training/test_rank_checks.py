@@ -237,10 +237,10 @@ def notes_of(nodes: list[network.Node], run: Path) -> list[str]:
 
 @pytest.mark.network
 @pytest.mark.slow
-def test_the_node_with_the_slow_card_is_named(tmp_path):
+def test_node_with_a_slow_network_card_is_named(tmp_path):
     write_task(tmp_path)
     with network.nodes(4, rate="1gbit") as nodes:
-        assert notes_of(nodes, tmp_path / "alike") == []
+        assert notes_of(nodes, tmp_path / "equal") == []
         network.throttle(nodes[2], "100mbit")
         (note,) = notes_of(nodes, tmp_path / "slow")
     assert note.startswith(f"{nodes[2].name} exchanges ")

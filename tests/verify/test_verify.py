@@ -458,9 +458,9 @@ def test_an_impossible_plan_is_not_a_failure(two: Ranks) -> None:
 
 
 def test_relative_differences() -> None:
-    one = torch.tensor([1.0, -4.0], dtype=torch.float64)
-    assert tensor_difference(one, one.clone(), 4.0) == 0
-    assert tensor_difference(one + torch.tensor([0.0, 4e-3]), one, 4.0) == pytest.approx(1e-3)
+    tensor = torch.tensor([1.0, -4.0], dtype=torch.float64)
+    assert tensor_difference(tensor, tensor.clone(), 4.0) == 0
+    assert tensor_difference(tensor + torch.tensor([0.0, 4e-3]), tensor, 4.0) == pytest.approx(1e-3)
     assert (
         tensor_difference(torch.full((2,), 1e-17), torch.zeros(2), 1.0) < 1e-14
     )  # rounding of a gradient that is 0
@@ -477,11 +477,11 @@ def test_relative_differences() -> None:
 
 
 def test_factors_and_their_names() -> None:
-    one = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert estimate_factor(3 * one, one) == (pytest.approx(3), True)
-    assert estimate_factor(torch.zeros(50), one) == (0, True)
-    assert estimate_factor(one.flip(0), one)[1] is False
-    assert estimate_factor(one, torch.zeros(50)) == (None, False)
+    tensor = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert estimate_factor(3 * tensor, tensor) == (pytest.approx(3), True)
+    assert estimate_factor(torch.zeros(50), tensor) == (0, True)
+    assert estimate_factor(tensor.flip(0), tensor)[1] is False
+    assert estimate_factor(tensor, torch.zeros(50)) == (None, False)
     plan = parse("dp=2,tp=4,microbatches=3").resolve(8)
     assert [find_axis(factor, plan, 8) for factor in (2.0, 0.25, 3.0, 8.0, 5.0, None)] == [
         "dp",
