@@ -94,7 +94,7 @@ def test_train_takes_a_plan_or_its_text(plan: Plan | str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("plan", "words"), [("zerro3", "zerro3"), (3, "got int"), ("", "plan")])
-def test_train_refuses_what_is_no_plan(plan: str, words: str) -> None:
+def test_train_refuses_invalid_plans(plan: str, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         next(paceline.train(Spec(batch=12, steps=1), plan, task=models.Points(), device="cpu"))
 

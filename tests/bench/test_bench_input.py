@@ -131,7 +131,7 @@ def test_loader_settings():
     assert default_worker_counts()[:2] == [0, 1]
 
 
-def test_task_whose_step_fails():
+def test_failing_training_step_is_noted_and_reading_is_still_measured():
     rows, notes = measure_input(NoStep(), [(0, 1)])
     assert [row["what"] for row in rows] == ["read"]
     assert "the training step failed" in notes[0]
@@ -139,7 +139,7 @@ def test_task_whose_step_fails():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_unreadable_sample():
+def test_unreadable_sample_raises():
     with pytest.raises(DataError, match="raised OSError: no such image"):
         measure_input(Torn(), [(0, 1)])
 

@@ -299,7 +299,7 @@ def test_unknown_options_are_refused(words, part, monkeypatch, capsys):
     assert part in capsys.readouterr().err
 
 
-def test_a_task_file_with_a_syntax_error(here, tmp_path):
+def test_errors_in_a_request_file_are_reported(here, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('task = "bad.py:Regression"\nbatch = "many"\n')
     assert refused("train", file, at=here) == "batch must be an integer, got 'many'"
@@ -513,14 +513,14 @@ def failing(spec: Spec, plan: str | None = None, run: RunFolder | None = None) -
         ),
     ],
 )
-def test_a_task_with_invalid_results(fate, kind, message, here):
+def test_invalid_results_of_a_task_are_reported(fate, kind, message, here):
     error = failing(make_spec(here, fate))
     assert (type(error), str(error)) == (kind, message.replace("{here}", str(here)))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_raises_is_named(workers, here):
-    """In every process that reads samples, with the original error as its cause for --debug."""
+    """The error has its location in each reading process, and its original as the cause for --debug."""
     error = failing(make_spec(here, "raises", data=Loading(workers=workers)))
     assert (
         str(error)
@@ -586,7 +586,7 @@ def test_requests_that_several_ranks_cannot_train(fate, samples, plan, message, 
         assert found.startswith(message)
 
 
-def test_a_loss_that_is_not_finite(here, tmp_path):
+def test_loss_that_is_not_finite_is_reported_with_its_step(here, tmp_path):
     """The message has the step, the last finite loss and the fix."""
     run = RunFolder(tmp_path)
     spec = make_spec(here, "diverges", save=Save(every=1, minutes=float("inf")))
@@ -613,7 +613,7 @@ def test_a_loss_that_is_not_finite_before_any_checkpoint(here):
     assert str(first).startswith("the loss is nan at step 1; there was no finite loss before; ")
 
 
-def test_a_gradient_that_is_not_finite(here):
+def test_gradient_that_is_not_finite_is_reported(here):
     error = failing(make_spec(here, optimizer=Optimizer(name="sgd", lr=1e30), steps=50))
     assert isinstance(error, DivergedError)
     assert " at step " in str(error)

@@ -67,7 +67,7 @@ def find_mistakes(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0][:80].encode("unicode_escape").decode())
-def test_a_bad_input(case, here):
+def test_bad_input_prints_one_sentence_and_leaves_no_files(case, here):
     assert not (mistakes := find_mistakes(case, here, paceline)), "\n".join(mistakes)
 
 

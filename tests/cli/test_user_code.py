@@ -289,7 +289,7 @@ def test_in_a_pipeline(here, tmp_path):
     check_one_sentence(paceline(*words, "--set", "fate=backward", "--set", "how=odd", at=tmp_path), "odd")
 
 
-def test_the_backward_pass_of_a_loss_without_gradient(here):
+def test_loss_without_gradient_is_reported(here):
     kind, message = ended(f"{here}/bad.py", "detached", "")
     assert kind == "TaskError"
     assert "does not require grad" in message
@@ -347,7 +347,7 @@ def test_at_import(source, message, tmp_path):
     sys.path.remove(str(tmp_path))
 
 
-def test_a_field_validator_that_raises(here):
+def test_error_in_a_field_validator_is_located(here):
     for how in ("KeyError", "exit", "peer"):
         with pytest.raises(TaskError) as caught:
             load_task(f"{here}/bad.py:Bad", {"fate": "__post_init__", "how": how})

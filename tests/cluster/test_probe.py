@@ -262,7 +262,7 @@ def test_rdma_devices(tmp_path):
 # Slurm, containers, modules
 
 
-def test_a_slurm_job():
+def test_read_slurm_variables_of_a_job():
     env = {
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NUM_NODES": "2",
@@ -385,7 +385,7 @@ def test_no_quota(text):
     assert parse(text, "quota") == []
 
 
-def test_the_quota_of_a_directory():
+def test_find_quota_of_a_directory():
     rows = [
         (name, Quota(used_bytes=k)) for k, name in enumerate(("server:/home", "/home/me", "/", "/scratch"))
     ]
@@ -402,7 +402,7 @@ def test_mount_of_a_directory():
     assert find_mount("/x", []) is None
 
 
-def test_the_usual_directories(tmp_path):
+def test_list_usual_directories(tmp_path):
     (tmp_path / "scratch").mkdir()
     env = {
         "HOME": str(tmp_path),
@@ -533,7 +533,7 @@ def test_the_cluster_of_a_node_without_gpus():
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_large_machine_as_text(width):
+def test_text_of_a_large_machine_fits_the_width(width):
     text = text_of(
         h100s(
             container="docker",
@@ -602,7 +602,7 @@ def test_a_broken_torch_is_reported(tmp_path):
     )
 
 
-def test_the_command(tmp_path):
+def test_probe_command_writes_its_json(tmp_path):
     result = paceline("probe", tmp_path, "--json", "found.json", at=tmp_path)
     assert result.status == 0, result.all
     tree = json.loads((tmp_path / "found.json").read_text())

@@ -112,7 +112,7 @@ def test_a_batch_may_be_larger_than_an_epoch() -> None:
     assert indices == [*order(5, 0, 0), *order(5, 0, 1), *order(5, 0, 2)[:2]]
 
 
-def test_the_state_is_the_number_of_steps() -> None:
+def test_training_parts_continue_from_a_step() -> None:
     whole = list(
         training_parts(RankBatchSlice(6, 3, 1, 2), 97, 4, 0, 5000)
     )  # more than one chunk of the shuffle

@@ -73,7 +73,7 @@ SRUN = BATCH_SCRIPT | {
 OLD_SRUN = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_TASKS_PER_NODE"}
 
 
-def test_process_that_is_not_a_rank():
+def test_process_without_a_launcher_has_world_size_1():
     assert read_world({}) == World(rank=0, size=1, local_rank=0, local_size=1, launcher=None)
     assert read_world({"PATH": "/bin", "MASTER_ADDR": "somewhere", "MASTER_PORT": "1"}).launcher is None
 

@@ -168,7 +168,7 @@ TORCHRUN = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [PACELINE, TORCHRUN], ids=["alone", "torchrun"])
-def test_waiting_for_a_message_that_is_never_sent_ends(program: tuple[str, ...], tmp_path: Path) -> None:
+def test_missing_message_between_stages_ends_the_run(program: tuple[str, ...], tmp_path: Path) -> None:
     run = tmp_path / "run"
     with start_training(
         tmp_path, "--plan", "pp=2,microbatches=2", "--timeout", "6", steps=1000, program=program

@@ -210,8 +210,8 @@ def run_drill(folder: Path, *words: str | Path, timeout_s: float = 280.0) -> tup
 
 
 @pytest.mark.slow
-def test_a_rank_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
-    """With augmentation, dropout and BatchNorm. The README's tour does it without them."""
+def test_drill_with_a_killed_rank_loses_nothing(tmp_path: Path) -> None:
+    """The task has augmentation, dropout and BatchNorm. The tour runs a drill without them."""
     status, output, results = run_drill(
         tmp_path, write_task(tmp_path), *RANKS, "--faults", "kill", "--steps", "12", "--seed", "5"
     )

@@ -145,7 +145,7 @@ def test_additional_tensors_cross_cuts(task: Task, schedule: str) -> None:
         ],
     ],
 )
-def test_whole_product(size: int, plan: str, task: Task) -> None:
+def test_all_combinations_equal_one_process(size: int, plan: str, task: Task) -> None:
     try:
         validate_plan(SPEC, parse(plan).resolve(size), task)
     except PlanError:

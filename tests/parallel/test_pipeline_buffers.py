@@ -208,7 +208,7 @@ def test_buffers_that_one_stage_keeps_match_one_process(kind: str) -> None:
 
 
 class Scaled(nn.Sequential):
-    """Uses a parameter before its first part is called."""
+    """A model that uses a parameter before it calls its first part."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3))
@@ -223,7 +223,7 @@ class Scaling(models.Points):
         return Scaled()
 
 
-def test_first_stage_receives_nothing() -> None:
+def test_parameter_used_before_the_first_part_equals_one_process() -> None:
     assert not differences(
         train_on_ranks(2, Scaling(), SPEC, "pp=2,microbatches=2"),
         train_on_ranks(1, Scaling(), SPEC, "single,microbatches=2"),

@@ -81,7 +81,7 @@ def test_ranks_of_another_launcher_agree(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "program", [(sys.executable, "-m", "paceline"), pytest.param(TORCHRUN, marks=pytest.mark.slow)]
 )
-def test_nothing_fits(program: tuple[str, ...], tmp_path: Path) -> None:
+def test_training_is_refused_if_no_plan_fits(program: tuple[str, ...], tmp_path: Path) -> None:
     write_task(tmp_path)
     write_machine(tmp_path, 2000.0)
     ranks = ("--ranks", "2") if program[-1] == "paceline" and "torch.distributed.run" not in program else ()

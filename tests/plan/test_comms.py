@@ -75,7 +75,9 @@ def test_dry_run_matches_real_ranks(
 @pytest.mark.parametrize(
     ("size", "plan", "microbatches", "task", "recipe"), [case for case in ALL if case not in FEW]
 )
-def test_whole_product(task: type[Task], size: int, plan: str, microbatches: int, recipe: int) -> None:
+def test_all_combinations_send_the_predicted_volume(
+    task: type[Task], size: int, plan: str, microbatches: int, recipe: int
+) -> None:
     check_volumes(size, f"{plan},microbatches={microbatches}", task(), RECIPES[recipe])
 
 
@@ -296,7 +298,7 @@ def count_in_a_rank() -> str:
     return str(raised.value)
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_comms_command_prints_and_writes_the_volume(tmp_path: Path) -> None:
     write_task(tmp_path)
     words = (
         "comms",

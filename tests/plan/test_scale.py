@@ -140,7 +140,7 @@ def test_fractional_samples_per_rank():
     ]
 
 
-def test_nothing_fits():
+def test_error_names_the_ranks_that_fit():
     with pytest.raises(
         PlanError,
         match=r"no plan fits 72.0 GiB per device; the leanest, .* needs .*: use 32 ranks on 4 nodes of this "

@@ -326,7 +326,7 @@ def test_more_ranks_than_devices(folder):
     )
 
 
-def test_gpus_of_an_unknown_kind():
+def test_gpus_of_an_unknown_kind_need_a_cluster():
     Path("site.toml").write_text('gres = "gpu:a100:4"\n')
     context = PreflightContext(Spec(task="models:Points", batch=12), Launch(ranks=2), None, None, None)
     results = {finding.check: (finding.verdict, finding.message) for finding in run_checks(context, CHECKS)}

@@ -53,7 +53,7 @@ def render(renderable) -> str:
     return console.file.getvalue()
 
 
-def test_a_run_without_events():
+def test_summary_of_a_run_without_events():
     found = summarize([])
     assert found.started is None
     assert found.ended is None
@@ -68,7 +68,7 @@ def test_a_run_without_events():
     assert render(build_closing_table(found)).strip() == ""
 
 
-def test_a_completed_run():
+def test_summary_of_a_completed_run():
     found = summarize(
         [
             started(),
@@ -201,7 +201,7 @@ def test_the_headline_of_one_rank():
     assert "on 1 rank, cpu, fp32, 2 threads each" in format_headline(started(ranks=1, threads=2))
 
 
-def test_the_closing_table():
+def test_closing_table_of_a_run():
     found = summarize(
         [
             started(),

@@ -513,7 +513,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at / "a"
 
 
-def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_command_updates_the_cluster(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where, figures, picture = run.parent / "cluster.json", run.parent / "a.json", run.parent / "a.svg"
     for _ in range(2):
         command(run, str(where), update=True, json=figures, plot=picture)
@@ -523,7 +523,7 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(parts.values()) == pytest.approx(2 * parts["step"])
     assert result["time_s"]["compute"]["predicted"] > 0
     assert f"worst: {result['worst']}, predicted" in output
-    assert "now has 1 run, this one again" in output
+    assert "now has 1 run (this run replaced its earlier record)" in output
     assert picture.read_text().startswith("<?xml")
     [row] = file.read(where).calibrations
     assert {fact.source for fact in row.ratios.values()} == {"measured"}

@@ -234,6 +234,6 @@ def _update_calibrations(
     updated = cluster.updated(calibrations=[record])
     file.write(path, updated)
     count = len(updated.calibrations)
-    replaced = ", this one again" if count == len(cluster.calibrations) else ""
+    replaced = " (this run replaced its earlier record)" if count == len(cluster.calibrations) else ""
     factors = ", ".join(f"{part} × {fact.value:.2f}" for part, fact in facts.items())
     return f"{path} now has {several(count, 'run')}{replaced}: {factors}"
