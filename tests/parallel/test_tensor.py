@@ -348,6 +348,22 @@ def test_cross_entropy_over_split_vocabulary(task: Task, split: bool) -> None:
     assert ranks(2)(is_loss_split, task, "tp=2") == [split] * 2
 
 
+class PlainLoss(models.ShortText):
+    """A loss whose own operation takes plain tensors only."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        if type(output) is not Tensor:
+            raise TypeError("scores must be a plain tensor")
+        return super().loss(output, batch)
+
+
+def test_loss_that_needs_the_whole_output_is_reported() -> None:
+    found = train_on_ranks(2, PlainLoss(), SPEC, "tp=2")
+    assert not differences(found, train_on_ranks(1, PlainLoss(), SPEC), 1e-10)
+    [note] = [note for note in found.notes if note.startswith("tp: loss()")]
+    assert note.endswith("gathered on each rank (TypeError: scores must be a plain tensor)")
+
+
 class NoSumInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

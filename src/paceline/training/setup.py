@@ -225,11 +225,13 @@ def build_training(
             if buffer.is_floating_point() and is_materialized(buffer)
         ]
         step.after_backward.append(partial(average_, statistics, group))
+    loss_notes: tuple[str, ...] = ()
     if splits is not None and mesh is not None:
-        _add_tensor_parallel_parts(step, model, analysis, mesh["tp"])
+        loss_notes = _add_tensor_parallel_parts(step, model, analysis, mesh["tp"])
     notes = (
         *(() if analysis.recorded else (UNRECORDED,)),
         *(splits.notes if splits is not None else ()),
+        *loss_notes,
         *optimizer_report.notes,
         *(local.notes() if local is not None else ()),
         *((LOCAL_BATCH_NORM,) if has_local_statistics else ()),
@@ -290,10 +292,10 @@ def _build_gradient_hooks(
 
 def _add_tensor_parallel_parts(
     step: TrainingStep, model: nn.Module, analysis: ModelAnalysis, mesh: DeviceMesh
-) -> None:
+) -> tuple[str, ...]:
     """Let a step sum partial gradients, and compute the loss on split logits if the task's loss allows it.
 
-    mesh: the axis `tp`.
+    mesh: the axis `tp`. Returns notes for the user.
     """
     from paceline.parallel.tensor.apply import sum_partial_gradients
     from paceline.parallel.tensor.vocab_parallel_loss import split_loss, try_split_loss
@@ -307,8 +309,12 @@ def _add_tensor_parallel_parts(
             if name in splits.partial and is_materialized(parameter)
         ]
         step.after_backward.append(partial(sum_partial_gradients, params, mesh.get_group()))
-    if step.pipeline is None and try_split_loss(model, splits, step.task, analysis.batch, mesh):
+    if step.pipeline is not None:
+        return ()
+    is_split, note = try_split_loss(model, splits, step.task, analysis.batch, mesh)
+    if is_split:
         step.loss_context = split_loss
+    return (note,) if note is not None else ()
 
 
 def _batch_slice(spec: Spec, plan: ResolvedPlan, world: World) -> RankBatchSlice:

@@ -26,18 +26,19 @@ def split_loss() -> Iterator[None]:
         yield
 
 
-def try_split_loss(model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh) -> bool:
+def try_split_loss(
+    model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh
+) -> tuple[bool, str | None]:
     """Return whether the task's loss of a split output equals that of the whole, for random outputs.
 
-    A collective.
-
-    Sets the attribute SPLIT_LOSS of the head.
+    A collective. Sets the attribute SPLIT_LOSS of the head. The second value is a note if the head is split
+    and the loss needs its whole output.
     """
     from torch.distributed.tensor import DTensor
 
     heads = [name for name, style in splits.styles.items() if style == "head"]
     if len(heads) != 1 or splits.output_shape is None:
-        return False
+        return False, None
     head: Any = model.get_submodule(heads[0])
     output = torch.randn(
         splits.output_shape, generator=torch.Generator().manual_seed(0), dtype=head.weight.dtype
@@ -48,7 +49,7 @@ def try_split_loss(model: nn.Module, splits: Splits, task: Task, batch: Batch, m
         .requires_grad_()
     )
     whole = output.requires_grad_()
-    is_same = True
+    is_same, reason = True, "its loss or gradient differs on split logits"
     try:
         expected = task.loss(whole, batch)
         expected.sum().backward()
@@ -65,11 +66,12 @@ def try_split_loss(model: nn.Module, splits: Splits, task: Task, batch: Batch, m
             and (is_fake(expected_grad) or torch.allclose(part.grad, expected_grad, rtol=1e-3, atol=1e-5))
         )
     # The user's loss may use what torch does not support for a split output; it then gets the whole output.
-    except Exception:
-        is_same = False
+    except Exception as error:
+        is_same, reason = False, f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
     if not is_fake(output):
         same_on_all = torch.tensor(int(is_same), device=output.device)
         dist.all_reduce(same_on_all, dist.ReduceOp.MIN)
         is_same = bool(same_on_all)
     setattr(head, SPLIT_LOSS, is_same)
-    return is_same
+    note = f"tp: loss() gets the whole output of {heads[0]}, gathered on each rank ({reason})"
+    return is_same, None if is_same else note
