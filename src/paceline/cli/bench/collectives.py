@@ -43,7 +43,7 @@ def collectives(
         ),
     ] = "1KiB:64MiB",
     operations: Annotated[
-        str | None, Option(metavar="A,B", help="Operations, e.g. all-reduce,send-recv [default: all ten]")
+        str | None, Option(metavar="A,B", help="Operations, e.g. all-reduce,send-recv [default: all]")
     ] = None,
     dtypes: Annotated[
         str, Option(metavar="A,B", help="Types: fp64, fp32, bf16, fp16, int64, int32, int8, uint8.")
