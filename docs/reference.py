@@ -47,10 +47,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _text(text: str) -> str:
     """Return plain text as MyST that shows it unchanged, except for words in backticks."""
-    parts = re.split(r"(`[^`]+`)", " ".join(text.split()))
-    return "".join(
-        part if part.startswith("`") else re.sub(r"([\\*_\[\]<>{}$#])", r"\\\1", part) for part in parts
-    )
+    return _escape(" ".join(text.split()), r"\\*_\[\]<>{}$#", "")
 
 
 def _code(text: str) -> str:
@@ -238,15 +235,21 @@ def as_rst(lines: Sequence[str]) -> list[str]:
         if re.match(r"\w+: ", paragraph):  # parameters: lines "name: meaning"
             items = re.split(r"\n(?=\w+: )", paragraph)
             for name, _, meaning in (item.partition(": ") for item in items):
-                found += [f"* ``{name}``: {_escape(' '.join(meaning.split()))}"]
+                found += [f"* ``{name}``: {_rst(' '.join(meaning.split()))}"]
             found.append("")
             continue
-        found += [*_escape(paragraph).splitlines(), ""]
+        found += [*_rst(paragraph).splitlines(), ""]
     return found
 
 
-def _escape(text: str) -> str:
+def _rst(text: str) -> str:
+    return _escape(text, r"\\*_|", "`")
+
+
+def _escape(text: str, special: str, quote: str) -> str:
+    """Escape special characters outside of backticks, and put `quote` around words in backticks."""
     parts = re.split(r"(`[^`]+`)", text)
     return "".join(
-        f"`{part}`" if part.startswith("`") else re.sub(r"([\\*_|])", r"\\\1", part) for part in parts
+        f"{quote}{part}{quote}" if part.startswith("`") else re.sub(f"([{special}])", r"\\\1", part)
+        for part in parts
     )

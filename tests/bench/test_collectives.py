@@ -1,7 +1,6 @@
 """Collectives: definitions, checks of results, axes, fits, and the command over gloo and MPI."""
 
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 import typer
 
-from command import PACELINE, Result, paceline, start, succeed
+from command import MPIRUN, TORCHRUN, Result, paceline, start, succeed
 from harness import ranks
 from paceline.bench.collectives.alpha_beta import fit, fit_rows, links_from_fits
 from paceline.bench.collectives.backends import (
@@ -39,17 +38,6 @@ from paceline.errors import BenchError, Error, PlanError
 
 pytestmark = pytest.mark.processes
 
-MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", *PACELINE)
-TORCHRUN = (
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-    "-m",
-    "paceline",
-)
 QUICK = ("--seconds", "0.005")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 with_mpi = pytest.mark.parametrize(

@@ -21,8 +21,10 @@ import torch
 from safetensors.torch import load_file
 
 from command import (
+    MPIRUN,
     PACELINE,
     TASK,
+    TORCHRUN,
     Result,
     checkpoint_weights,
     clean_environment,
@@ -576,9 +578,6 @@ def test_show_does_not_change_the_run(trained):
 
 # Under other launchers (more in test_launchers.py)
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -605,7 +604,7 @@ def test_weights_do_not_depend_on_the_launcher(launcher, tmp_path):
         "--set",
         "validation=17",
     )
-    result = succeed(*words, at=tmp_path, program=(*launcher, "-m", "paceline"))
+    result = succeed(*words, at=tmp_path, program=launcher)
     assert result.out.count("step 12  done") == 1, "only one rank prints"
     assert "\x1b" not in result.out
     [run] = (tmp_path / "runs").iterdir()
@@ -635,16 +634,16 @@ def test_torchrun_passes_on_every_option():
 def test_stop_and_resume_under_torchrun(tmp_path):
     write_task(tmp_path)
     slow, run = set_sample_delay(tmp_path / "slow", 0.01), tmp_path / "r"
-    program = (*TORCHRUN, "-m", "paceline")
+
     words = ("train", "my.py:Regression", "--steps", "100", "--batch", "12", "--run-dir", "r")
-    with start(*words, at=tmp_path, program=program, SLOW=str(slow)) as running:
+    with start(*words, at=tmp_path, program=TORCHRUN, SLOW=str(slow)) as running:
         running.wait_for_step(run, 4)
         running.process.send_signal(signal.SIGINT)
         running.wait()
         running.wait_until_all_ended()
     assert events_of_kind(run, Ended)[-1].reason == "stopped"
     stopped = RunFolder(run).checkpoints()[-1]
-    result = succeed("resume", "r", "--steps", str(stopped + 2), at=tmp_path, program=program)
+    result = succeed("resume", "r", "--steps", str(stopped + 2), at=tmp_path, program=TORCHRUN)
     assert f"from step {stopped} to step {stopped + 2}" in result.out
     assert last_step(run) == stopped + 2
 

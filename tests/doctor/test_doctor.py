@@ -17,6 +17,7 @@ import pytest
 from command import (
     PACELINE,
     TASK,
+    TORCHRUN,
     Running,
     checkpoint_weights,
     events_of_kind,
@@ -152,18 +153,6 @@ def test_a_stuck_rank_restarts_all_ranks_and_a_second_stall_ends_the_run(tmp_pat
     assert first.message in result.out
     assert second.message in result.out
     assert second.message in RunFolder(run).diagnosis.read_text()
-
-
-TORCHRUN = (
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-    "-m",
-    "paceline",
-)
 
 
 @pytest.mark.slow

@@ -1,11 +1,10 @@
 """Faults during a training are reported once and soon, and no process remains."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from command import PACELINE, TASK, Running, events_of_kind, set_sample_delay, start, write_task
+from command import PACELINE, TASK, TORCHRUN, Running, events_of_kind, set_sample_delay, start, write_task
 from paceline.events import Failed, Started
 
 pytestmark = pytest.mark.processes
@@ -21,16 +20,6 @@ GREEDY = TASK.replace(
 )
 # A dataset that the user has divided already, with the rank from the environment.
 OWN_PART = TASK.replace("count = self.samples if", "count = self.samples - int(os.environ.get('RANK', 0)) if")
-TORCHRUN = (
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-    "-m",
-    "paceline",
-)
 LAUNCHERS = [PACELINE, pytest.param(TORCHRUN, marks=pytest.mark.slow)]
 
 
@@ -86,8 +75,8 @@ def test_datasets_of_unequal_length_are_refused_before_the_first_step(
         result = running.wait(60)
         running.wait_until_all_ended(10)
     sentence = (
-        "paceline: dataset('train') has 53 samples on rank 0 and 52 on rank 1; every rank must see the "
-        "whole dataset, Paceline splits it\n"
+        "dataset('train') has 53 samples on rank 0 and 52 on rank 1; every rank must see the whole dataset, "
+        "Paceline splits it\n"
     )
     assert result.status != 0
     assert result.all.count(sentence) == 1, result.all

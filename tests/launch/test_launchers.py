@@ -1,40 +1,17 @@
 """Under a foreign launcher the same command becomes a rank: one run folder, one output, the same training."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from command import Result, events_of_kind, paceline, read_events, write_task
+from command import MPIRUN, PACELINE, TORCHRUN, Result, events_of_kind, paceline, read_events, write_task
 from paceline.events import Ended, Started, Step
 
 pytestmark = pytest.mark.processes
 
-TORCHRUN = (
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-    "-m",
-    "paceline",
-)
-MPIRUN = (
-    "mpirun",
-    "--allow-run-as-root",
-    "--oversubscribe",
-    "--bind-to",
-    "none",
-    "-np",
-    "2",
-    sys.executable,
-    "-m",
-    "paceline",
-)
 WORDS = ("--steps", "12", "--batch", "24", "--set", "dropout=0.0", "--device", "cpu")
-MPICH = ("mpiexec.hydra", "-np", "2", sys.executable, "-m", "paceline")
+MPICH = ("mpiexec.hydra", "-np", "2", *PACELINE)
 LAUNCHERS = [
     pytest.param(TORCHRUN, id="torchrun"),
     pytest.param(MPIRUN, id="mpirun", marks=pytest.mark.mpi("mpirun")),

@@ -1,12 +1,11 @@
 """--plan auto: the run reports its choice and the reason, keeps it, and chooses only plans that can train."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from command import TASK, events_of_kind, paceline, succeed, write_task
+from command import PACELINE, TASK, TORCHRUN, events_of_kind, paceline, succeed, write_task
 from paceline import Spec, train
 from paceline.cluster.facts import Cluster, Device, Fact
 from paceline.errors import PlanError
@@ -20,16 +19,6 @@ from paceline.training.auto_plan import choose_plan, shorten_plan
 
 pytestmark = pytest.mark.processes
 
-TORCHRUN = (
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-    "-m",
-    "paceline",
-)
 WORDS = ("my.py:Regression", "--plan", "auto", "--steps", "4", "--batch", "24", "--device", "cpu")
 SMALL = Text(width=16, depth=2, heads=2, context=8)
 
@@ -78,9 +67,7 @@ def test_ranks_of_another_launcher_agree(tmp_path: Path) -> None:
     assert any(note.startswith(f"auto chose plan {started.plan}: ") for note in started.notes)
 
 
-@pytest.mark.parametrize(
-    "program", [(sys.executable, "-m", "paceline"), pytest.param(TORCHRUN, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("program", [PACELINE, pytest.param(TORCHRUN, marks=pytest.mark.slow)])
 def test_training_is_refused_if_no_plan_fits(program: tuple[str, ...], tmp_path: Path) -> None:
     write_task(tmp_path)
     write_machine(tmp_path, 2000.0)

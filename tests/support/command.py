@@ -23,6 +23,9 @@ from paceline.run import RunFolder
 E = TypeVar("E", bound=Event)
 TIMEOUT_S = 240.0
 PACELINE = (sys.executable, "-m", "paceline")
+# The same on two ranks that another launcher starts.
+TORCHRUN = (*PACELINE[:2], "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *PACELINE[1:])
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", *PACELINE)
 LAUNCHER_PREFIXES = (
     "OMPI_",
     "PMI",

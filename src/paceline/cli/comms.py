@@ -1,11 +1,10 @@
 """paceline comms: the communication volume of a training step, computed in one process."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from paceline.cli.request_options import Target
+from paceline.cli.request_options import Clip, Json, OptimizerName, Set, Target
 
 Option = typer.Option
 
@@ -24,21 +23,13 @@ def comms(
     batch: Annotated[
         int | None, Option(help="Number of samples of the global batch, over all ranks [default: 64]")
     ] = None,
-    set: Annotated[
-        list[str] | None,
-        Option(
-            metavar="NAME=VALUE",
-            help="Set a field of the task, or a dotted key such as optimizer.momentum; may be repeated.",
-        ),
-    ] = None,
-    optimizer: Annotated[str | None, Option(help="Optimizer: adamw or sgd [default: adamw]")] = None,
-    clip: Annotated[
-        float | None, Option(help="Maximum norm of the gradient of all parameters [default: no clipping]")
-    ] = None,
+    set: Set = None,
+    optimizer: OptimizerName = None,
+    clip: Clip = None,
     precision: Annotated[
         str | None, Option(help="Precision of the computation: fp64, fp32, bf16 or fp16 [default: fp32]")
     ] = None,
-    json: Annotated[Path | None, Option(metavar="FILE", help="Write the results to this JSON file.")] = None,
+    json: Json = None,
 ) -> None:
     """Show bytes and calls of a training step by collective, mesh axis and module.
 

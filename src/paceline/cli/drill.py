@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.request_options import Target
+from paceline.cli.request_options import Clip, LearningRate, OptimizerName, Set, Target
 from paceline.drill.faults import FAULTS, FaultMoment, choose_save_every, schedule_faults, select_faults
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.run import choose_path
@@ -46,18 +46,10 @@ def drill(
     ] = None,
     steps: Annotated[int | None, Option(help=f"Length of each training in steps [default: {STEPS}]")] = None,
     batch: Annotated[int | None, Option(help="Number of samples of the global batch [default: 64]")] = None,
-    lr: Annotated[float | None, Option(help="Learning rate [default: 0.001]")] = None,
-    optimizer: Annotated[str | None, Option(help="Optimizer: adamw or sgd [default: adamw]")] = None,
-    clip: Annotated[
-        float | None, Option(help="Maximum norm of the gradient of all parameters [default: no clipping]")
-    ] = None,
-    set: Annotated[
-        list[str] | None,
-        Option(
-            metavar="NAME=VALUE",
-            help="Set a field of the task, or a dotted key such as optimizer.momentum; may be repeated.",
-        ),
-    ] = None,
+    lr: LearningRate = None,
+    optimizer: OptimizerName = None,
+    clip: Clip = None,
+    set: Set = None,
     device: Annotated[str | None, Option(help="Device: cpu or cuda [default: cuda if available]")] = None,
     json: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     keep: Annotated[

@@ -7,7 +7,6 @@ from typer import Option
 from paceline.cli.plan_options import (
     Batch,
     ClusterName,
-    Json,
     Model,
     Peak,
     Plot,
@@ -18,6 +17,7 @@ from paceline.cli.plan_options import (
     Target,
     Tokens,
 )
+from paceline.cli.request_options import Json
 
 
 def plan(

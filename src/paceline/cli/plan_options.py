@@ -49,7 +49,6 @@ Tokens = Annotated[
     Option(help="Length of the training in tokens, or in samples if they are not sequences."),
 ]
 Price = Annotated[float | None, Option(help="Price of a device per hour.")]
-Json = Annotated[Path | None, Option(metavar="FILE", help="Write the results to this JSON file.")]
 Plot = Annotated[Path | None, Option(metavar="FILE", help="Draw the results into this SVG or PNG file.")]
 
 

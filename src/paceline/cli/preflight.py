@@ -4,8 +4,7 @@ from typing import Annotated
 
 from typer import Exit, Option
 
-from paceline.cli.plan_options import Json
-from paceline.cli.request_options import TrainingRequest, with_request_options
+from paceline.cli.request_options import Json, TrainingRequest, with_request_options
 from paceline.cli.submit import SiteFile, Time
 
 

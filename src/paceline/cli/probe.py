@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-Option = typer.Option
+from paceline.cli.request_options import Json
 
 
 def probe(
@@ -16,7 +16,7 @@ def probe(
             help="Directories to inspect [default: home, scratch, this folder and /tmp]",
         ),
     ] = None,
-    json: Annotated[Path | None, Option(metavar="FILE", help="Write the results to this JSON file.")] = None,
+    json: Json = None,
 ) -> None:
     """Show what this machine has: processors, links, network, PyTorch back ends, storage.
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.request_options import Json
 from paceline.run import RunFolder
 from paceline.units import several
 
@@ -28,7 +29,7 @@ def profile(
         Option("--update", help="Write the ratios of measured to predicted times into the cluster.json."),
     ] = False,
     measured: Annotated[bool, Option("--measured", help="Show only measured values.")] = False,
-    json: Annotated[Path | None, Option(metavar="FILE", help="Write the results to this JSON file.")] = None,
+    json: Json = None,
     plot: Annotated[
         Path | None,
         Option(metavar="FILE", help="Draw predicted and measured values into this SVG or PNG file."),

@@ -4,6 +4,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from typer import Argument, Option
@@ -15,6 +16,21 @@ Target = Annotated[
     str,
     Argument(help="Built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml"),
 ]
+
+# Options of comms, drill and verify, which set few keys of a request and have no panels.
+LearningRate = Annotated[float | None, Option(help="Learning rate [default: 0.001]")]
+OptimizerName = Annotated[str | None, Option(help="Optimizer: adamw or sgd [default: adamw]")]
+Clip = Annotated[
+    float | None, Option(help="Maximum norm of the gradient of all parameters [default: no clipping]")
+]
+Set = Annotated[
+    list[str] | None,
+    Option(
+        metavar="NAME=VALUE",
+        help="Set a field of the task, or a dotted key such as optimizer.momentum; may be repeated.",
+    ),
+]
+Json = Annotated[Path | None, Option(metavar="FILE", help="Write the results to this JSON file.")]
 
 # panels of the help page
 RANKS, TRAINING, NUMERICS, RUN = "Ranks", "Training", "Numerics", "Run"

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline import spec as specs
-from paceline.cli.request_options import Target
+from paceline.cli.request_options import Clip, LearningRate, OptimizerName, Target
 from paceline.errors import LaunchError, PlanError, SpecError
 from paceline.files import check_target, write_whole
 from paceline.units import several
@@ -29,7 +29,7 @@ def verify(
         ),
     ] = None,
     steps: Annotated[int | None, Option(help=f"Number of steps to compare [default: {STEPS}]", min=1)] = None,
-    lr: Annotated[float | None, Option(help="Learning rate [default: 0.001]")] = None,
+    lr: LearningRate = None,
     seed: Annotated[int | None, Option(help="Seed of weights and sample order [default: 0]")] = None,
     set: Annotated[
         list[str] | None,
@@ -39,10 +39,8 @@ def verify(
             "optimizer.clip; may be repeated.",
         ),
     ] = None,
-    optimizer: Annotated[str | None, Option(help="Optimizer: adamw or sgd [default: adamw]")] = None,
-    clip: Annotated[
-        float | None, Option(help="Maximum norm of the gradient of all parameters [default: no clipping]")
-    ] = None,
+    optimizer: OptimizerName = None,
+    clip: Clip = None,
     json: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     timeout: Annotated[
         float, Option(help="Seconds after which a plan that has not ended counts as failed.", min=1, max=1e6)

@@ -1,6 +1,5 @@
 """`paceline.find_plans`: search plans from Python."""
 
-from paceline import task as tasks
 from paceline.cluster import local_cluster
 from paceline.cluster.facts import Cluster
 from paceline.plan.cost_model.framework_profiles import recipe_of_precision
@@ -38,7 +37,6 @@ def find_plans(
     Raises PlanError if no plan fits or `plan` is not possible, ClusterError if too little is known of the
     cluster, TaskError if the model cannot be described.
     """
-    task = task if task is not None else tasks.load_task(spec.task, spec.set)
     cluster = cluster if cluster is not None else local_cluster.load_cluster()
     wanted = str(plan) if plan is not None else None
     facts, recipe = describe(spec, task), recipe_of_precision(spec.precision)
