@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from command import PACELINE, TASK, clean_environment, events_of_kind, paceline, write_task
+from command import PACELINE, TASK, TIMEOUT_S, clean_environment, events_of_kind, paceline, write_task
 from paceline.events import Ended
 from paceline.output import open_append
 from paceline.run import RunFolder
@@ -48,7 +48,8 @@ def test_a_training_survives_failing_standard_output(ranks: str, what: str, tmp_
         target = str(tmp_path / "pipe")
         os.mkfifo(target)
         reader.start()
-    status = warm.run([*OPTIONS, "--ranks", ranks], tmp_path, clean_environment(), target, target, 240.0)
+    training = warm.start([*OPTIONS, "--ranks", ranks], tmp_path, clean_environment(), target, target)
+    status = training.wait(TIMEOUT_S)
     if what == "gone":
         reader.join()
         assert len(lines) == 1
@@ -68,12 +69,11 @@ def test_closed_standard_files(tmp_path: Path) -> None:
 
 
 def test_an_error_without_output_keeps_its_exit_status(tmp_path: Path) -> None:
-    assert (
-        warm.run(["train", "nothing.py"], tmp_path, clean_environment(), "/dev/full", "/dev/full", 240.0) == 2
-    )
-    assert warm.run(["status"], tmp_path, clean_environment(), "/dev/full", "/dev/full", 240.0) != 0, (
-        "its result is lost"
-    )
+    def status(*words: str) -> int:
+        return warm.start(words, tmp_path, clean_environment(), "/dev/full", "/dev/full").wait(TIMEOUT_S)
+
+    assert status("train", "nothing.py") == 2
+    assert status("status") != 0, "its result is lost"
 
 
 def test_write_errors_of_a_text_file_are_ignored(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from command import TASK, Running, events_of_kind, paceline, set_sample_delay, start, write_task
+from command import PACELINE, TASK, Running, events_of_kind, paceline, set_sample_delay, start, write_task
 from paceline.events import Ended, Failed, Started
 from paceline.launch import fork_server
 from paceline.launch.fork_server import is_safe
@@ -147,7 +147,7 @@ def test_ranks_continue_when_the_fork_server_is_killed(tmp_path: Path) -> None:
     write_task(tmp_path)
     slow = set_sample_delay(tmp_path / "slow", 0.01)
     words = (*WORDS, "--steps", "20", "--set", "save.every=1", "--restarts", "1", "--run-dir", "r")
-    with start(*words, at=tmp_path, SLOW=str(slow)) as running:
+    with start(*words, at=tmp_path, program=PACELINE, SLOW=str(slow)) as running:
         running.wait_for_step(tmp_path / "r", 2)
         server, ranks = server_of(running), running.ranks()
         assert server is not None
@@ -168,7 +168,7 @@ def test_ranks_continue_when_the_fork_server_is_killed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_fork_server_that_is_killed_during_its_imports(tmp_path: Path) -> None:
     write_task(tmp_path)
-    with start(*WORDS, "--steps", "2", "--run-dir", "r", at=tmp_path) as running:
+    with start(*WORDS, "--steps", "2", "--run-dir", "r", at=tmp_path, program=PACELINE) as running:
         running.wait_until(lambda: server_of(running) is not None, "with a fork server")
         server = server_of(running)
         assert server is not None
@@ -183,7 +183,16 @@ def test_restarted_ranks_are_forked_again(tmp_path: Path) -> None:
     write_task(tmp_path)
     slow = set_sample_delay(tmp_path / "slow", 0.01)
     with start(
-        *WORDS, "--steps", "20", "--restarts", "1", "--run-dir", "r", at=tmp_path, SLOW=str(slow)
+        *WORDS,
+        "--steps",
+        "20",
+        "--restarts",
+        "1",
+        "--run-dir",
+        "r",
+        at=tmp_path,
+        program=PACELINE,
+        SLOW=str(slow),
     ) as running:
         running.wait_for_step(tmp_path / "r", 2)
         server, before = server_of(running), running.ranks()

@@ -19,6 +19,7 @@ import warm
 from paceline import events
 from paceline.events import Event, Step
 from paceline.run import RunFolder
+from warm import MARK
 
 E = TypeVar("E", bound=Event)
 TIMEOUT_S = 240.0
@@ -38,8 +39,6 @@ LAUNCHER_PREFIXES = (
     "GROUP_",
     "ROLE_",
 )
-# This variable finds all processes that a command started, even if they have another parent by now.
-MARK = "PACELINE_TESTS"
 
 # A task with state that a resume could lose: random augmentation, dropout, statistics of BatchNorm.
 # The file $SLOW has the seconds that a sample takes, so that a test can disturb a running training.
@@ -125,7 +124,7 @@ class Result:
 class Running:
     """A running command. As a context, it kills the command and all processes that it started."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes] | warm.Process
     mark: str
     _out: tempfile._TemporaryFileWrapper = field(repr=False)
     _err: tempfile._TemporaryFileWrapper = field(repr=False)
@@ -137,6 +136,7 @@ class Running:
         for process in self.remaining_processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        self.process.kill()
         self.process.wait()
         self._out.close()
         self._err.close()
@@ -211,18 +211,24 @@ def clean_environment(**variables: str) -> dict[str, str]:
     return inherited | {"COLUMNS": "200"} | variables
 
 
-def start(*words: str | Path, at: Path, program: Sequence[str] = PACELINE, **env: str) -> Running:
-    """Start a command in the folder `at`, with the variables `env`."""
+def start(*words: str | Path, at: Path, program: Sequence[str] | None = None, **env: str) -> Running:
+    """Start a command in the folder `at`, with the variables `env`.
+
+    program: the command line of a new process. None: a process that is forked, which starts faster.
+    """
     mark = uuid.uuid4().hex
     out, err = tempfile.NamedTemporaryFile("w"), tempfile.NamedTemporaryFile("w")  # noqa: SIM115 (closed with the command)
+    environ = clean_environment(**env, **{MARK: mark})
+    arguments = [str(word) for word in words]
+    if program is None:
+        return Running(warm.start(arguments, at, environ, out.name, err.name), mark, out, err)
     process = subprocess.Popen(
-        [*program, *map(str, words)],
+        [*program, *arguments],
         cwd=at,
-        env=clean_environment(**env, **{MARK: mark}),
+        env=environ,
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=err,
-        text=True,
         start_new_session=True,
     )
     return Running(process, mark, out, err)
@@ -235,33 +241,9 @@ def paceline(
     program: Sequence[str] | None = None,
     **env: str,
 ) -> Result:
-    """Run a command to its end in the folder `at`: in a warm process, or with `program` in a new process."""
-    if program is not None:
-        with start(*words, at=at, program=program, **env) as running:
-            return running.wait(timeout_s)
-    mark = uuid.uuid4().hex
-    with tempfile.NamedTemporaryFile("w") as out, tempfile.NamedTemporaryFile("w") as err:
-        try:
-            status = warm.run(
-                [str(word) for word in words],
-                at,
-                clean_environment(**env, **{MARK: mark}),
-                out.name,
-                err.name,
-                timeout_s,
-            )
-        finally:
-            for process in find_marked_processes(mark):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        result = Result(
-            status if status is not None else -1,
-            *(Path(file.name).read_text(errors="replace") for file in (out, err)),
-        )
-    assert status is not None, (
-        f"paceline {' '.join(map(str, words))} did not end in {timeout_s:.0f} s\n{result.all}"
-    )
-    return result
+    """Run a command to its end in the folder `at`. The parameters are those of `start`."""
+    with start(*words, at=at, program=program, **env) as running:
+        return running.wait(timeout_s)
 
 
 def succeed(*words: str | Path, at: Path, **options: object) -> Result:

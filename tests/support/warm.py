@@ -1,12 +1,14 @@
 """Commands in processes forked from a parent that has imported torch, which takes longer than most commands.
 
-warm.run([...], cwd, env, out, err, timeout_s) -> exit status, or None after a timeout. The command has a
-separate session, folder, environment and files, like a new process. `command.start` starts processes that are
-not forked.
+warm.start([...], cwd, env, out, err) -> a child of this process, with the methods of `subprocess.Popen`
+
+The command has a session, folder, environment and files of its own, like a new process. Its fork server
+(paceline.launch.fork_server) is forked too, before the command imports any user code.
 """
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import json
@@ -16,55 +18,90 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
+
+from paceline.launch.fork_server import ROOM, ROOM_BYTES, Forked, ForkServer, adopt_descendants
+
+# This variable finds all processes that a command started, even if they have another parent by now.
+MARK = "PACELINE_TESTS"
+MARK_BYTES = 32
+MAX_REQUEST_BYTES = 2**17
+TRAINING = ("train", "resume")  # commands that start a fork server
+POLL_S = 0.005
+
+
+class Process:
+    """A running command. Its methods are those of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, args: Sequence[str]):
+        self.pid, self.args = pid, args
+        self._child = Forked(pid)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._child.poll()
+
+    def poll(self) -> int | None:
+        return self._child.poll()
+
+    def send_signal(self, number: int) -> None:
+        self._child.send_signal(number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is None:
+            status = self._child.wait()
+            assert status is not None
+            return status
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(list(self.args), timeout)
+            time.sleep(POLL_S)
+        return status
+
+
+# In the tests
 
 
 @functools.cache
-def _parent() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    client, server = socket.socketpair()
+def _parent() -> socket.socket:
+    client, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # OpenBLAS would start threads, which a fork loses.
+    environ = {ROOM: "-" * ROOM_BYTES, MARK: "0" * MARK_BYTES, **os.environ, "OPENBLAS_NUM_THREADS": "1"}
     with server:
-        process = subprocess.Popen([sys.executable, __file__], stdin=server, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, __file__], stdin=server, env=environ, start_new_session=True
+        )
     atexit.register(_end, process, client)
-    return process, client
+    return client
 
 
 def _end(process: subprocess.Popen[bytes], client: socket.socket) -> None:
-    # close() alone does not end the server: data workers that a test left behind hold a copy of the socket
+    # close() alone does not end the parent: data workers that a test left behind hold a copy of the socket
     with contextlib.suppress(OSError):
         client.shutdown(socket.SHUT_RDWR)
     client.close()
     process.wait()
 
 
-def run(
-    words: Sequence[str], at: Path, env: dict[str, str], out: str, err: str, timeout_s: float
-) -> int | None:
-    """Run `paceline WORDS` to its end. Processes that it started may remain."""
-    client = _parent()[1]
-    client.sendall(json.dumps([list(words), str(at), env, out, err]).encode() + b"\n")
-    pid = _read_number(client)
-    client.settimeout(timeout_s)
-    try:
-        return _read_number(client)
-    except TimeoutError:
-        client.settimeout(None)
-        os.kill(pid, signal.SIGKILL)
-        _read_number(client)
-        return None
-    except BaseException:  # pytest-timeout, Ctrl-C
-        os.kill(pid, signal.SIGKILL)
-        client.close()
-        _parent.cache_clear()
-        raise
-    finally:
-        with contextlib.suppress(OSError):
-            client.settimeout(None)
+def start(words: Sequence[str], at: Path, env: Mapping[str, str], out: str, err: str) -> Process:
+    """Start `paceline WORDS`, whose output is appended to the files `out` and `err`."""
+    request = json.dumps([list(words), str(at), dict(env), out, err]).encode()
+    assert len(request) < MAX_REQUEST_BYTES
+    with adopt_descendants():
+        _parent().send(request)
+        pid = int(_parent().recv(MAX_REQUEST_BYTES))
+    return Process(pid, ["paceline", *words])
 
 
-def _read_number(client: socket.socket) -> int:
-    return int.from_bytes(client.recv(8), "little", signed=True)
+# In the parent of all commands
 
 
 def _serve() -> None:
@@ -73,22 +110,25 @@ def _serve() -> None:
     import paceline.launch.local
     import paceline.launch.rank_main  # noqa: F401
     from paceline import cli
+    from paceline.launch.fork_ranks import fork_twice
 
     for name in cli.COMMANDS:
         cli.load(name)
     gc.collect()
     gc.freeze()  # so that memory pages stay shared with children
-    server = socket.socket(fileno=0)
-    for line in server.makefile("rb"):
-        words, at, env, out, err = json.loads(line)
-        child = os.fork()
-        if not child:
-            break
-        server.sendall(child.to_bytes(8, "little", signed=True))
-        server.sendall(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]).to_bytes(8, "little", signed=True))
-    else:
-        return
-    os.setsid()
+    os.environ.pop("OPENBLAS_NUM_THREADS")
+    with socket.socket(fileno=os.dup(0)) as server:
+        while request := server.recv(MAX_REQUEST_BYTES):
+            pid = fork_twice()
+            if pid is None:
+                break
+            server.send(str(pid).encode())
+        else:
+            return
+    _run_command(*json.loads(request))
+
+
+def _run_command(words: list[str], at: str, env: dict[str, str], out: str, err: str) -> NoReturn:
     for descriptor, path, flags in (
         (1, out, os.O_WRONLY | os.O_APPEND),
         (2, err, os.O_WRONLY | os.O_APPEND),
@@ -98,9 +138,20 @@ def _serve() -> None:
         os.dup2(file, descriptor)
         os.close(file)
     os.chdir(at)
+    _publish_mark(env.get(MARK, ""))
+    if words and words[0] in TRAINING:
+        _prepare_fork_server(at)
+    _run([sys.argv[0], *words], at, env)
+
+
+def _run(words: list[str], at: str, env: Mapping[str, str]) -> NoReturn:
+    """Run the command line to its end as the main function of this process."""
+    from paceline import cli
+
+    os.setsid()
     os.environ.clear()
     os.environ.update(env)
-    sys.argv = ["paceline", *words]
+    sys.argv = words
     sys.path[0] = at
     status = 0
     try:
@@ -112,8 +163,52 @@ def _serve() -> None:
         status = 1
     threading._shutdown()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        status = status or 120  # like a new process
     os._exit(status)  # skip the slow teardown of imported modules
+
+
+def _publish_mark(mark: str) -> None:
+    """Make /proc show the mark in the environment of this process and of those that it forks."""
+    from paceline.launch.fork_ranks import find_environment
+
+    start, end = find_environment()
+    at = ctypes.string_at(start, end - start).index(f"\0{MARK}=".encode()) + len(MARK) + 2
+    ctypes.memmove(start + at, mark.encode().ljust(MARK_BYTES, b"0"), MARK_BYTES)
+
+
+def _prepare_fork_server(at: str) -> None:
+    """Fork a process that becomes the fork server of this command, or ends with it."""
+    mine, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if not pid:
+        mine.close()
+        _become_fork_server(remote, at)
+    remote.close()
+
+    def start_process(run: Path, environ: Mapping[str, str], remote: int, log: int) -> Forked:
+        socket.send_fds(mine, [json.dumps([str(run), os.getpid(), dict(environ)]).encode()], [remote, log])
+        mine.close()
+        return Forked(pid)
+
+    ForkServer._start_process = staticmethod(start_process)  # type: ignore[method-assign]
+
+
+def _become_fork_server(requests: socket.socket, at: str) -> NoReturn:
+    import torch
+
+    with requests:
+        request, files, *_ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 2)
+    if not files:
+        os._exit(0)
+    run, launcher, environ = json.loads(request)
+    remote, log = files
+    os.dup2(log, 2)
+    os.close(log)
+    torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # a new process would read the variable
+    _run([sys.argv[0], "rank", run, str(launcher), str(remote)], at, environ)
 
 
 if __name__ == "__main__":

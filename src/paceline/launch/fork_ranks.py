@@ -34,7 +34,7 @@ def serve(descriptor: int) -> int | None:
             request, files, *_ = socket.recv_fds(launcher, MAX_REQUEST_BYTES, 2)
             if not files:
                 return None
-            pid = _fork_twice()
+            pid = fork_twice()
             if pid is None:
                 break
             for file in files:
@@ -44,7 +44,7 @@ def serve(descriptor: int) -> int | None:
     return server
 
 
-def _fork_twice() -> int | None:
+def fork_twice() -> int | None:
     """Fork a process whose parent ends.
 
     Return its id (0 if there are too many processes), and None in the new process.
@@ -94,11 +94,16 @@ def _publish_environment(request: bytes) -> None:
     /proc shows the memory of the variables at the start of the program. The fork server reserved a part of it
     (ROOM), and only that part is overwritten.
     """
-    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-    start, end = int(fields[ENV_START]), int(fields[ENV_END])
+    start, end = find_environment()
     room = len(ROOM) + 1 + ROOM_BYTES
     if (
         len(request) + len(ROOM) + 2 <= room <= end - start
         and ctypes.string_at(start, len(ROOM)) == ROOM.encode()
     ):
         ctypes.memmove(start, (request + b"\0" + ROOM.encode() + b"=").ljust(room, b"-"), room)
+
+
+def find_environment() -> tuple[int, int]:
+    """Return the addresses between which /proc finds the environment of this process."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    return int(fields[ENV_START]), int(fields[ENV_END])

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.launch.spawn import (
+    Child,
     RankProcess,
     build_rank_arguments,
     build_shared_environment,
@@ -54,8 +56,8 @@ def is_safe(environ: Mapping[str, str], num_threads: int = 1) -> bool:
 
 
 @dataclass
-class _Forked:
-    """A child of this process that the fork server forked."""
+class Forked:
+    """A child of this process that another process forked."""
 
     pid: int
     _status: int | None = field(default=None, init=False)
@@ -89,14 +91,18 @@ class ForkServer:
     def __init__(self, run: RunFolder, environ: Mapping[str, str]):
         self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with remote, open(run.ranks / "fork_server.txt", "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, *build_rank_arguments(run.path), str(remote.fileno())],
-                env={ROOM: "-" * ROOM_BYTES, **environ},
-                stderr=log,
-                pass_fds=[remote.fileno()],
-                start_new_session=True,
-            )
+            self._process = self._start_process(run.path, environ, remote.fileno(), log.fileno())
         self._is_ready: bool | None = None
+
+    @staticmethod
+    def _start_process(run: Path, environ: Mapping[str, str], remote: int, log: int) -> Child:
+        return subprocess.Popen(
+            [sys.executable, *build_rank_arguments(run), str(remote)],
+            env={ROOM: "-" * ROOM_BYTES, **environ},
+            stderr=log,
+            pass_fds=[remote],
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:
@@ -112,7 +118,7 @@ class ForkServer:
         """Start a rank with these variables, whose standard error goes to `log`."""
         pid = self._fork(environ, log) if self._is_ready else None
         return (
-            RankProcess(_Forked(pid), mark_unfinished(RunFolder(run), int(environ["RANK"])))
+            RankProcess(Forked(pid), mark_unfinished(RunFolder(run), int(environ["RANK"])))
             if pid is not None
             else spawn(run, environ, log)
         )
@@ -125,7 +131,7 @@ class ForkServer:
             open(log, "wb") as file,
             os.fdopen(go_writer, "wb", 0) as go,
             os.fdopen(go_reader, "rb", 0),
-            _adopt_descendants(),
+            adopt_descendants(),
         ):
             try:
                 socket.send_fds(self._socket, [request], [file.fileno(), go_reader])
@@ -148,7 +154,7 @@ class ForkServer:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.kill()
+        self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
 
@@ -165,7 +171,7 @@ def fork_server(run: RunFolder, ranks: int) -> Iterator[ForkServer | None]:
 
 
 @contextlib.contextmanager
-def _adopt_descendants() -> Iterator[None]:
+def adopt_descendants() -> Iterator[None]:
     """Make this process the parent of the children of descendants that end, until the context ends."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
