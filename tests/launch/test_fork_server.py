@@ -224,7 +224,8 @@ def test_a_forked_process_without_go_ends(tmp_path: Path, monkeypatch: pytest.Mo
             pass
         monkeypatch.setattr(fork_server, "_is_child", lambda pid: found.append(psutil.Process(pid)))
         [environ, _] = build_rank_environments(["localhost"] * 2, "127.0.0.1", 1, "job", 0)
-        assert server._fork(environ, run.rank_log(0)) is None
+        with open(run.rank_log(0), "wb") as log:
+            assert server.fork(environ, log) is None
         [process] = found
         assert process.wait(60) is not None
         assert process.pid != server.pid

@@ -20,17 +20,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from paceline.launch.fork_server import ROOM, ROOM_BYTES, Forked, ForkServer, adopt_descendants
+from paceline.launch.spawn import Child
 
 # This variable finds all processes that a command started, even if they have another parent by now.
 MARK = "PACELINE_TESTS"
 MARK_BYTES = 32
 MAX_REQUEST_BYTES = 2**17
-TRAINING = ("train", "resume")  # commands that start a fork server
+WITH_RANKS = ("train", "resume", "verify", "bench", "profile")  # commands that may start a fork server
 POLL_S = 0.005
 
 
@@ -129,6 +130,8 @@ def _serve() -> None:
 
 
 def _run_command(words: list[str], at: str, env: dict[str, str], out: str, err: str) -> NoReturn:
+    from paceline import cli
+
     for descriptor, path, flags in (
         (1, out, os.O_WRONLY | os.O_APPEND),
         (2, err, os.O_WRONLY | os.O_APPEND),
@@ -139,15 +142,13 @@ def _run_command(words: list[str], at: str, env: dict[str, str], out: str, err: 
         os.close(file)
     os.chdir(at)
     _publish_mark(env.get(MARK, ""))
-    if words and words[0] in TRAINING:
+    if words and words[0] in WITH_RANKS:
         _prepare_fork_server(at)
-    _run([sys.argv[0], *words], at, env)
+    _run(cli.main, [sys.argv[0], *words], at, env)
 
 
-def _run(words: list[str], at: str, env: Mapping[str, str]) -> NoReturn:
-    """Run the command line to its end as the main function of this process."""
-    from paceline import cli
-
+def _run(main: Callable[[], None], words: list[str], at: str, env: Mapping[str, str]) -> NoReturn:
+    """Run `main` to its end as the main function of this process."""
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
@@ -155,7 +156,7 @@ def _run(words: list[str], at: str, env: Mapping[str, str]) -> NoReturn:
     sys.path[0] = at
     status = 0
     try:
-        cli.main()
+        main()
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else error.code is not None
     except BaseException:
@@ -188,9 +189,12 @@ def _prepare_fork_server(at: str) -> None:
         _become_fork_server(remote, at)
     remote.close()
 
-    def start_process(run: Path, environ: Mapping[str, str], remote: int, log: int) -> Forked:
-        socket.send_fds(mine, [json.dumps([str(run), os.getpid(), dict(environ)]).encode()], [remote, log])
-        mine.close()
+    start_new_process = ForkServer._start_process
+
+    def start_process(words: Sequence[str], environ: Mapping[str, str], remote: int, log: int) -> Child:
+        ForkServer._start_process = staticmethod(start_new_process)  # type: ignore[method-assign]
+        with mine:
+            socket.send_fds(mine, [json.dumps([words, dict(environ)]).encode()], [remote, log])
         return Forked(pid)
 
     ForkServer._start_process = staticmethod(start_process)  # type: ignore[method-assign]
@@ -199,16 +203,21 @@ def _prepare_fork_server(at: str) -> None:
 def _become_fork_server(requests: socket.socket, at: str) -> NoReturn:
     import torch
 
+    from paceline import cli
+    from paceline.launch import rank_pool
+
     with requests:
         request, files, *_ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 2)
     if not files:
         os._exit(0)
-    run, launcher, environ = json.loads(request)
+    [_, module, *words], environ = json.loads(request)
     remote, log = files
     os.dup2(log, 2)
     os.close(log)
-    torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # a new process would read the variable
-    _run([sys.argv[0], "rank", run, str(launcher), str(remote)], at, environ)
+    if "OMP_NUM_THREADS" in environ:
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # a new process would read the variable
+    main = cli.main if module == "paceline" else rank_pool.main
+    _run(main, [sys.argv[0], *words, str(remote)], at, environ)
 
 
 if __name__ == "__main__":

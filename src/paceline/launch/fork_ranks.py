@@ -1,4 +1,4 @@
-"""Inside the fork server: wait for requests of the launcher, fork, and become the requested rank."""
+"""Inside the fork server: wait for requests, fork, and become the requested process."""
 
 import ctypes
 import gc
@@ -7,19 +7,27 @@ import socket
 import sys
 from pathlib import Path
 
-from paceline.launch.fork_server import GO, MAX_REQUEST_BYTES, READY, ROOM, ROOM_BYTES, UNSAFE, is_safe
+from paceline.launch.fork_server import (
+    GO,
+    MAX_FILES,
+    MAX_REQUEST_BYTES,
+    READY,
+    ROOM,
+    ROOM_BYTES,
+    UNSAFE,
+    is_safe,
+)
 
 ENV_START, ENV_END = 47, 48  # fields of /proc/self/stat, counted after the process name: see proc(5)
 
 
-def serve(descriptor: int) -> int | None:
-    """Fork ranks until the launcher ends.
+def serve(descriptor: int) -> tuple[int, list[int]] | None:
+    """Fork processes until the process that requests them ends. The caller has imported what they need.
 
-    Return the process id of the fork server in each rank, and None in the server.
+    Return the process id of the fork server and the descriptors of the request in each forked process, and
+    None in the server.
     """
     import torch._dynamo  # noqa: F401 (torch imports it in the first step of every optimizer)
-
-    import paceline.launch.rank_main  # noqa: F401
 
     os.environ.pop(ROOM, None)
     server = os.getpid()
@@ -31,7 +39,7 @@ def serve(descriptor: int) -> int | None:
         gc.freeze()  # so that no collection in a rank writes to the shared pages
         launcher.send(READY)
         while True:
-            request, files, *_ = socket.recv_fds(launcher, MAX_REQUEST_BYTES, 2)
+            request, files, *_ = socket.recv_fds(launcher, MAX_REQUEST_BYTES, MAX_FILES)
             if not files:
                 return None
             pid = fork_twice()
@@ -40,8 +48,9 @@ def serve(descriptor: int) -> int | None:
             for file in files:
                 os.close(file)
             launcher.send(str(pid).encode())
-    _become_rank(request, *files)
-    return server
+    log, go, *rest = files
+    _become_rank(request, log, go)
+    return server, rest
 
 
 def fork_twice() -> int | None:

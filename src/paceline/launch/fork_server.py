@@ -1,4 +1,4 @@
-"""The fork server: a process that imports what every rank needs, and forks ranks for the launcher.
+"""The fork server: a process that imports what every rank needs, and forks ranks for its parent.
 
 A rank spends most of its start importing torch. The fork server imports it once, runs no operator and imports
 no user code. A forked rank becomes a child of the launcher, which is a child subreaper at that moment. So, as
@@ -14,9 +14,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from paceline.launch.spawn import (
     Child,
@@ -33,13 +34,14 @@ READY, UNSAFE, GO = b"ready", b"unsafe", b"go"
 # A variable that reserves memory in the block that the system shows as the environment of a process.
 ROOM, ROOM_BYTES = "PACELINE_ROOM", 1000
 MAX_REQUEST_BYTES = 2**16
+MAX_FILES = 3  # that a request carries
 PR_SET_CHILD_SUBREAPER = 36  # Linux, sys/prctl.h
 
 
 def is_safe(environ: Mapping[str, str], num_threads: int = 1) -> bool:
     """Return whether a fork of a process with this environment works like a new process.
 
-    Threads do not survive a fork, and OpenBLAS starts one for each of OMP_NUM_THREADS. The driver of an
+    Threads do not survive a fork, and OpenBLAS starts some unless a variable says one. The driver of an
     accelerator may hold state of the process after the import of torch, so ranks are spawned on machines with
     an accelerator.
     """
@@ -48,7 +50,7 @@ def is_safe(environ: Mapping[str, str], num_threads: int = 1) -> bool:
         sys.platform == "linux"
         and not has_accelerator
         and num_threads == 1
-        and environ.get("OMP_NUM_THREADS") == "1"
+        and environ.get("OPENBLAS_NUM_THREADS", environ.get("OMP_NUM_THREADS")) == "1"
     )
 
 
@@ -84,20 +86,24 @@ class Forked:
 
 
 class ForkServer:
-    """Starts the ranks of a run by forking, or by `spawn` if forking is not possible."""
+    """A process that forks itself on request.
 
-    node = "localhost"
+    words: the arguments with which Python becomes the fork server (see `fork_ranks.serve`). The descriptor of
+        a socket is added to them.
+    environ: its environment.
+    log: the file for its standard error.
+    """
 
-    def __init__(self, run: RunFolder, environ: Mapping[str, str]):
+    def __init__(self, words: Sequence[str], environ: Mapping[str, str], log: IO[bytes]):
         self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with remote, open(run.ranks / "fork_server.txt", "wb") as log:
-            self._process = self._start_process(run.path, environ, remote.fileno(), log.fileno())
+        with remote:
+            self._process = self._start_process(words, environ, remote.fileno(), log.fileno())
         self._is_ready: bool | None = None
 
     @staticmethod
-    def _start_process(run: Path, environ: Mapping[str, str], remote: int, log: int) -> Child:
+    def _start_process(words: Sequence[str], environ: Mapping[str, str], remote: int, log: int) -> Child:
         return subprocess.Popen(
-            [sys.executable, *build_rank_arguments(run), str(remote)],
+            [sys.executable, *words, str(remote)],
             env={ROOM: "-" * ROOM_BYTES, **environ},
             stderr=log,
             pass_fds=[remote],
@@ -109,32 +115,29 @@ class ForkServer:
         return self._process.pid
 
     def has_answered(self, timeout_s: float) -> bool:
-        """Return whether the server has reported if ranks can be forked."""
+        """Return whether the server has reported if it can be forked."""
         if self._is_ready is None and select.select([self._socket], [], [], timeout_s)[0]:
             self._is_ready = self._receive() == READY
         return self._is_ready is not None
 
-    def start(self, run: Path, environ: Mapping[str, str], log: Path) -> RankProcess:
-        """Start a rank with these variables, whose standard error goes to `log`."""
-        pid = self._fork(environ, log) if self._is_ready else None
-        return (
-            RankProcess(Forked(pid), mark_unfinished(RunFolder(run), int(environ["RANK"])))
-            if pid is not None
-            else spawn(run, environ, log)
-        )
+    def fork(self, environ: Mapping[str, str], log: IO[bytes], *files: int) -> Forked | None:
+        """Fork a process, which is then a child of this process. Return None if that is not possible.
 
-    def _fork(self, environ: Mapping[str, str], log: Path) -> int | None:
-        """Return the id of a process that becomes this rank, or None if it could not be forked."""
+        environ: additional variables.
+        log: the file for its standard error.
+        files: descriptors that the process receives.
+        """
+        if not self._is_ready:
+            return None
         request = _encode_environment(environ)
         go_reader, go_writer = os.pipe()
         with (
-            open(log, "wb") as file,
             os.fdopen(go_writer, "wb", 0) as go,
             os.fdopen(go_reader, "rb", 0),
             adopt_descendants(),
         ):
             try:
-                socket.send_fds(self._socket, [request], [file.fileno(), go_reader])
+                socket.send_fds(self._socket, [request], [log.fileno(), go_reader, *files])
             except OSError:  # the fork server is gone
                 pid = 0
             else:
@@ -142,9 +145,9 @@ class ForkServer:
             if not pid or not _is_child(pid):
                 self._is_ready = False
                 return None  # a process that it may have forked ends, since it does not receive GO
-            with contextlib.suppress(BrokenPipeError):  # the rank was killed; `wait` reports it
+            with contextlib.suppress(BrokenPipeError):  # the process was killed; `wait` reports it
                 go.write(GO)
-        return pid
+        return Forked(pid)
 
     def _receive(self) -> bytes:
         try:
@@ -158,15 +161,31 @@ class ForkServer:
         self._process.wait()
 
 
+class RankForkServer(ForkServer):
+    """Starts the ranks of a run by forking, or by `spawn` if forking is not possible."""
+
+    node = "localhost"
+
+    def start(self, run: Path, environ: Mapping[str, str], log: Path) -> RankProcess:
+        """Start a rank with these variables, whose standard error goes to `log`."""
+        unfinished = mark_unfinished(RunFolder(run), int(environ["RANK"]))
+        with open(log, "wb") as file:
+            forked = self.fork(environ, file)
+        return RankProcess(forked, unfinished) if forked is not None else spawn(run, environ, log)
+
+
 @contextlib.contextmanager
-def fork_server(run: RunFolder, ranks: int) -> Iterator[ForkServer | None]:
+def fork_server(run: RunFolder, ranks: int) -> Iterator[RankForkServer | None]:
     """Yield a fork server that runs until the context ends, or None if ranks must be spawned."""
     environ = build_shared_environment(ranks)
     if ranks < 2 or not is_safe(environ):
         yield None
         return
     run.ranks.mkdir(exist_ok=True)
-    with contextlib.closing(ForkServer(run, environ)) as server:
+    with (
+        open(run.ranks / "fork_server.txt", "wb") as log,
+        contextlib.closing(RankForkServer(build_rank_arguments(run.path), environ, log)) as server,
+    ):
         yield server
 
 

@@ -1,5 +1,8 @@
 """A pool of gloo ranks that stay alive and run one function after another, each in a new process group.
 
+The ranks of all pools of a process are forked from one fork server (paceline.launch.fork_server), or spawned
+where that is not safe.
+
 ranks = Ranks(4); ranks(function, *args, timeout_s=60)   # the results of function(*args) by rank
 """
 
@@ -13,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -25,7 +28,9 @@ import torch.distributed as dist
 from paceline.distributed.network_interface import use_loopback
 from paceline.distributed.store import LOOPBACK, open_store
 from paceline.errors import Error, RankError
+from paceline.launch.fork_server import Forked, ForkServer, is_safe
 from paceline.launch.launchers import check_count
+from paceline.launch.spawn import Child
 from paceline.units import numbered
 from paceline.user_code import LOST_PEER
 
@@ -34,11 +39,59 @@ GRACE_S = 3.0  # for the answers of the other ranks after a failure
 LOG_LINES = 12  # last lines of the output of a failed rank
 
 
+class _SharedForkServer:
+    """The fork server of this process. It runs while pools use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._server: ForkServer | None = None
+
+    def acquire(self) -> None:
+        """Start the server, unless it runs or forks are not safe."""
+        with self._lock:
+            self._users += 1
+            environ = {"OPENBLAS_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            if self._server is None and is_safe(environ):
+                with tempfile.TemporaryFile() as log:
+                    self._server = ForkServer((*WORDS, "fork"), environ, log)
+
+    def release(self) -> None:
+        """End the server if no other pool uses it."""
+        with self._lock:
+            self._users -= 1
+            if not self._users and self._server is not None:
+                self._server.close()
+                self._server = None
+
+    def fork(self, environ: Mapping[str, str], log: IO[bytes], pipe: int) -> Forked | None:
+        """Return a forked rank, or None if ranks must be spawned. Waits until the server is ready."""
+        with self._lock:
+            if self._server is None or not self._server.has_answered(START_S):
+                return None
+            return self._server.fork(environ, log, pipe)
+
+
+WORDS = ("-m", "paceline.launch.rank_pool")
+_server = _SharedForkServer()
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """What a rank takes over from the process that starts it."""
+
+    store_port: int
+    launcher: int  # process id
+    folder: str
+    modules: tuple[str, ...]  # sys.path
+    environ: dict[str, str]
+
+
 @dataclass
 class _PoolRank:
     """A rank, the pipe to it, and the file with its output."""
 
-    process: subprocess.Popen[bytes]
+    process: Child
     pipe: Connection
     output: IO[bytes]
 
@@ -68,6 +121,7 @@ class Ranks:
         self.size = size
         self._running: list[_PoolRank] = []
         self._store: dist.TCPStore | None = None
+        self._has_server = False
         self._ready = False
 
     def __enter__(self) -> "Ranks":
@@ -79,53 +133,41 @@ class Ranks:
     @property
     def pids(self) -> list[int]:
         """The ids of the processes, which are started if necessary."""
-        self.start()
+        self._start_ranks()
         return [rank.process.pid for rank in self._running]
 
     def start(self) -> None:
-        """Start the processes if they are not running, without waiting for them.
+        """Start what takes longest, the import of torch, without waiting for it.
 
         Raises LaunchError for too many ranks.
         """
+        check_count(self.size)
+        if not self._has_server:
+            _server.acquire()
+            self._has_server = True
+
+    def _start_ranks(self) -> None:
         if self._running:
             return
-        check_count(self.size)
+        self.start()
         self._store = open_store()
         for rank in range(self.size):
-            pipe, remote = Pipe()
-            output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
             variables = {
                 "RANK": rank,
                 "LOCAL_RANK": rank,
                 "WORLD_SIZE": self.size,
                 "LOCAL_WORLD_SIZE": self.size,
             }
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "paceline.launch.rank_pool",
-                    str(remote.fileno()),
-                    str(self._store.port),
-                    str(os.getpid()),
-                ],
-                env=os.environ
-                | {name: str(value) for name, value in variables.items()}
-                | {"PYTHONPATH": os.pathsep.join(sys.path)},
-                pass_fds=[remote.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+            self._running.append(
+                _start_rank({name: str(value) for name, value in variables.items()}, self._store.port)
             )
-            remote.close()
-            self._running.append(_PoolRank(process, pipe, output))
 
     def __call__(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
         """Return the results of `function(*args)` on all ranks.
 
         Raises the Error that all ranks raised, or RankError if a rank failed, died or did not answer in time.
         """
-        self.start()
+        self._start_ranks()
         if not self._ready:
             self._collect_results(self._receive_answers(START_S), START_S)
             self._ready = True
@@ -141,13 +183,13 @@ class Ranks:
         """
         if errors := [answer.error for answer in answers.values() if answer.error is not None]:
             if len(errors) < self.size:
-                self.end()
+                self._kill()
             raise errors[0]
         failures = {rank: answer.failure for rank, answer in answers.items() if answer.failure is not None}
         missing = sorted(set(range(self.size)) - answers.keys())
         if failures or missing:
             outputs = {rank: self._running[rank].read_output() for rank in missing}
-            self.end()
+            self._kill()
             causes = {
                 rank: failure for rank, failure in failures.items() if not LOST_PEER.search(failure)
             } or failures
@@ -184,7 +226,7 @@ class Ranks:
         try:
             answer = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError):
-            status = self._running[rank].process.wait()
+            status = self._running[rank].process.wait() or 0
             how = (
                 f"it was killed by {signal.Signals(-status).name}"
                 if status < 0
@@ -194,26 +236,63 @@ class Ranks:
         assert isinstance(answer, _Answer)
         return answer
 
-    def end(self) -> None:
-        """Kill the processes."""
+    def _kill(self) -> None:
         for rank in self._running:
             rank.pipe.close()
-            rank.process.kill()
+            rank.process.send_signal(signal.SIGKILL)
             rank.process.wait()
             rank.output.close()
         self._running, self._store, self._ready = [], None, False
+
+    def end(self) -> None:
+        """Kill the processes."""
+        self._kill()
+        if self._has_server:
+            _server.release()
+            self._has_server = False
+
+
+def _start_rank(variables: dict[str, str], store_port: int) -> _PoolRank:
+    environ = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipe, remote = Pipe()
+    output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `Ranks.end`)
+    with remote:
+        process: Child | None = _server.fork(variables, output, remote.fileno())
+        if process is None:
+            process = subprocess.Popen(
+                [sys.executable, *WORDS, str(remote.fileno())],
+                env=environ,
+                pass_fds=[remote.fileno()],
+                stderr=output,
+            )
+    surroundings = _Surroundings(store_port, os.getpid(), os.getcwd(), tuple(sys.path), environ)
+    with contextlib.suppress(BrokenPipeError):  # the rank has ended already; the first call reports it
+        pipe.send_bytes(pickle.dumps(surroundings))
+    return _PoolRank(process, pipe, output)
 
 
 def _quote_output(text: str) -> str:
     return f"; the end of its output:\n{text}" if text else ""
 
 
-def _serve_calls(pipe: Connection, port: int, launcher: int) -> None:
+def _serve_calls(pipe: Connection) -> None:
     """Run the functions that arrive through the pipe, until it is closed."""
-    threading.Thread(target=_exit_if_orphaned, args=(launcher,), daemon=True).start()
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    try:
+        surroundings = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return
+    assert isinstance(surroundings, _Surroundings)
+    os.chdir(surroundings.folder)
+    os.environ.clear()
+    os.environ.update(surroundings.environ)
+    sys.path[:] = surroundings.modules
+    threading.Thread(target=_exit_if_orphaned, args=(surroundings.launcher,), daemon=True).start()
     use_loopback()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(LOOPBACK, port, is_master=False)
+    store = dist.TCPStore(LOOPBACK, surroundings.store_port, is_master=False)
     pipe.send_bytes(pickle.dumps(_Answer("ready")))
     for call in itertools.count():
         try:
@@ -246,10 +325,23 @@ def _exit_if_orphaned(launcher: int) -> None:
     os._exit(1)
 
 
-if __name__ == "__main__":
-    from paceline.launch import rank_pool
+def main() -> None:
+    """Be a rank: `rank_pool PIPE`. Be the fork server of ranks: `rank_pool fork SOCKET`."""
+    # Ctrl-C reaches all processes of a terminal; the pool ends its ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pipe = int(sys.argv[-1])
+    if sys.argv[1:-1] == ["fork"]:
+        import paceline.training.loop  # noqa: F401 (what most functions need)
+        from paceline.launch.fork_ranks import serve
 
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal; the pool ends its ranks
-    rank_pool._serve_calls(Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))
+        forked = serve(pipe)
+        if forked is None:
+            return
+        _, [pipe] = forked
+    _serve_calls(Connection(pipe))
+
+
+if __name__ == "__main__":
+    from paceline.launch import rank_pool  # so that pickle finds the classes by their module
+
+    rank_pool.main()

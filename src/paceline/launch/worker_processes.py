@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from paceline.distributed.store import LOOPBACK, open_store
 from paceline.errors import LaunchError
-from paceline.launch.fork_server import ForkServer
+from paceline.launch.fork_server import RankForkServer
 from paceline.launch.signals import list_stop_signals
 from paceline.launch.spawn import build_rank_environments, spawn
 from paceline.plan.plan import parse
@@ -90,7 +90,7 @@ class _LocalSlot:
     start = staticmethod(spawn)
 
 
-def use_this_machine(ranks: int, server: ForkServer | None) -> Slots:
+def use_this_machine(ranks: int, server: RankForkServer | None) -> Slots:
     """Return slots on this machine. Ranks are forked if there is a fork server, else spawned."""
 
     @contextlib.contextmanager

@@ -26,11 +26,13 @@ def rank(
     """
     importer = None
     if server is not None:
+        import paceline.launch.rank_main  # noqa: F401 (what every rank needs)
         from paceline.launch.fork_ranks import serve
 
-        importer = serve(server)
-        if importer is None:
+        forked = serve(server)
+        if forked is None:
             return
+        importer, _ = forked
     from paceline.distributed.world import read_world
     from paceline.run import open_run
 
