@@ -55,6 +55,7 @@ print("ok")
 """
 
 
+@pytest.mark.slow
 def test_failure_ends_only_the_ranks_of_its_start(tmp_path: Path) -> None:
     """Errors of the clock in start times of processes and times of events do not matter."""
     done = subprocess.run([sys.executable, "-c", LAUNCHER], cwd=tmp_path, capture_output=True, text=True)

@@ -69,7 +69,8 @@ def queue(slurm: Slurm) -> str:
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("ranks_per_node", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_job_saves_at_its_time_limit_and_continues(ranks_per_node, slurm, tmp_path):
     """On two nodes, the losses equal those of one process, up to exactly the requested last step."""
     slow, run = set_sample_delay(tmp_path / "slow", 0.05 * ranks_per_node), tmp_path / "runs/a"

@@ -341,8 +341,8 @@ def steps(spec: Spec, plan: str, run: Path) -> list[float]:
 
 RESUMPTIONS = [
     ((2, "cp=2"), (2, "cp=2")),
-    ((2, "cp=2"), (2, "ddp")),
-    ((2, "zero3"), (4, "dp=2,cp=2")),
+    pytest.param((2, "cp=2"), (2, "ddp"), marks=pytest.mark.slow),
+    pytest.param((2, "zero3"), (4, "dp=2,cp=2"), marks=pytest.mark.slow),
     ((4, "zero3,cp=4"), (1, "single")),
 ]
 

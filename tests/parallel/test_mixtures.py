@@ -51,7 +51,7 @@ SLOW = pytest.mark.slow
     "task",
     [
         models.Text(),  # tied
-        sequences.Llama(tied=True),
+        pytest.param(sequences.Llama(tied=True), marks=SLOW),
         pytest.param(sequences.Llama(), marks=SLOW),
         pytest.param(sequences.Encoder(mask="causal"), marks=SLOW),
         pytest.param(sequences.Encoder(batch_first=False, mask="causal"), marks=SLOW),

@@ -302,7 +302,7 @@ CASES = [
         at,
         *plan,
         id=f"{type(task).__name__}-{getattr(task, 'kind', '')}-{plan[0]}-{plan[1]}",
-        marks=[pytest.mark.slow] if at and plan != PLANS[0] else [],
+        marks=[pytest.mark.slow] if plan != PLANS[0 if at else -1] else [],
     )
     for at, task in enumerate(TASKS)
     for plan in PLANS

@@ -344,7 +344,14 @@ def test_errors_are_one_sentence(tmp_path: Path, words: tuple[str, ...], message
     assert len(result.err.splitlines()) == 1, result.err
 
 
-@pytest.mark.parametrize(("size", "plan"), [(2, "tp=2"), (4, "tp=2"), (4, "tp=2,zero=3")])
+@pytest.mark.parametrize(
+    ("size", "plan"),
+    [
+        pytest.param(2, "tp=2", marks=pytest.mark.slow),
+        pytest.param(4, "tp=2", marks=pytest.mark.slow),
+        (4, "tp=2,zero=3"),
+    ],
+)
 def test_tensor_parallel_matches_real_ranks(size: int, plan: str) -> None:
     """Including a split vocabulary, whose cross entropy sends the largest logits and the sums."""
     check_volumes(size, plan, models.ShortText(), make_spec())

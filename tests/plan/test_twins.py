@@ -113,7 +113,14 @@ class Stacked(models.Points):
 
 
 @pytest.mark.parametrize(
-    "third", ["", "wider", "frozen", "shared", "checkpointed", "without gradients", "doubled"]
+    "third",
+    [
+        *("", "wider"),
+        *(
+            pytest.param(third, marks=pytest.mark.slow)
+            for third in ("frozen", "shared", "checkpointed", "without gradients", "doubled")
+        ),
+    ],
 )
 def test_different_blocks_are_simulated(monkeypatch: pytest.MonkeyPatch, third: str) -> None:
     task, plan, size = Stacked(third=third), "pp=6,dp=2,microbatches=2,pp_schedule=gpipe", 12

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -115,6 +116,7 @@ def _serve() -> None:
 
     for name in cli.COMMANDS:
         cli.load(name)
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined] (torch's take longer than most commands)
     gc.collect()
     gc.freeze()  # so that memory pages stay shared with children
     os.environ.pop("OPENBLAS_NUM_THREADS")

@@ -203,7 +203,7 @@ def run(size: int, task: Task, spec: Spec, plan: str, path: Path, stop_at: int |
 
 STOPPED = [
     (2, "local-sgd,period=4", 6),
-    (2, "post-local-sgd,period=3,switch=4", 2),
+    pytest.param(2, "post-local-sgd,period=3,switch=4", 2, marks=pytest.mark.slow),
     (2, "post-local-sgd,period=3,switch=4", 8),
 ]
 
@@ -286,7 +286,9 @@ def test_missing_averaging_is_detected() -> None:
         train_on_ranks(2, models.Images(), make_spec(PLAIN), "local-sgd,period=1", never_averaged)
 
 
-@pytest.mark.parametrize("plan", ["local-sgd,period=8", "post-local-sgd,period=8,switch=40"])
+@pytest.mark.parametrize(
+    "plan", ["local-sgd,period=8", pytest.param("post-local-sgd,period=8,switch=40", marks=pytest.mark.slow)]
+)
 def test_digits_are_learnt_equally_well(plan: str) -> None:
     spec = Spec(
         epochs=10,
