@@ -75,7 +75,7 @@ def test_training_loop_of_the_readme(folder):
 
 def test_request_file_of_the_runs_page(folder):
     (folder / "run.toml").write_text(read_blocks("docs/runs.md")["run.toml"])
-    assert "done" in run("paceline train run.toml --run-dir runs/from-file", folder)
+    assert "done" in succeed("train", "run.toml", "--run-dir", "runs/from-file", at=folder).out
 
 
 def rows(text: str) -> list[str]:
