@@ -1,4 +1,4 @@
-"""Predict damped oscillations with an LSTM. `batch_of` pads the series; `weights` masks the padding.
+"""Predict damped oscillations with an LSTM. `collate` pads the series; `weights` masks the padding.
 
 paceline train lstm.py --ranks 2 --epochs 5 --lr 1e-2
 """
@@ -12,34 +12,17 @@ from paceline import Task
 Batch = dict[str, Tensor]
 
 
-class Series:
-    """Oscillations of random frequency, phase and damping, between 8 and 40 values long."""
+def make_series(count: int, seed: int) -> list[Tensor]:
+    """Return oscillations of random frequency, phase and damping, between 9 and 41 values long."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(9, 42, (count,), generator=draw)
+    factors = torch.rand(count, 3, generator=draw)
+    return [make_one(int(length), *row) for length, row in zip(lengths, factors.tolist(), strict=True)]
 
-    def __init__(self, count: int, seed: int):
-        draw = torch.Generator().manual_seed(seed)
-        lengths = torch.randint(9, 42, (count,), generator=draw)
-        factors = torch.rand(count, 3, generator=draw)
-        self.series = [
-            self._series(int(length), *row) for length, row in zip(lengths, factors.tolist(), strict=True)
-        ]
 
-    @staticmethod
-    def _series(length: int, frequency: float, phase: float, damping: float) -> Tensor:
-        t = torch.arange(length)
-        return torch.exp(-0.05 * damping * t) * torch.sin((0.2 + frequency) * t + 6.28 * phase)
-
-    def __len__(self) -> int:
-        return len(self.series)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.series[index]
-
-    def batch_of(self, indices: list[int]) -> Batch:
-        """Return series and next values, both of shape (batch, longest), and a mask that is 0 for padding."""
-        chosen = [self.series[index] for index in indices]
-        padded = pad_sequence(chosen, batch_first=True)
-        mask = pad_sequence([torch.ones(len(series) - 1) for series in chosen], batch_first=True)
-        return {"x": padded[:, :-1], "next": padded[:, 1:], "mask": mask}
+def make_one(length: int, frequency: float, phase: float, damping: float) -> Tensor:
+    t = torch.arange(length)
+    return torch.exp(-0.05 * damping * t) * torch.sin((0.2 + frequency) * t + 6.28 * phase)
 
 
 class Lstm(nn.Module):
@@ -62,8 +45,14 @@ class Forecast(Task):
     def model(self) -> nn.Module:
         return Lstm(self.width, self.layers)
 
-    def dataset(self, split: str) -> Series:
-        return Series(self.samples, 0) if split == "train" else Series(self.samples // 4, 1)
+    def dataset(self, split: str) -> list[Tensor]:
+        return make_series(self.samples, 0) if split == "train" else make_series(self.samples // 4, 1)
+
+    def collate(self, samples: list[Tensor]) -> Batch:
+        """Return series and next values, both of shape (batch, longest), and a mask that is 0 for padding."""
+        padded = pad_sequence(samples, batch_first=True)
+        mask = pad_sequence([torch.ones(len(series) - 1) for series in samples], batch_first=True)
+        return {"x": padded[:, :-1], "next": padded[:, 1:], "mask": mask}
 
     def inputs(self, batch: Batch) -> Tensor:
         return batch["x"]

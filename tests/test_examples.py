@@ -84,13 +84,13 @@ def test_lstm_loss_ignores_padding(folder, monkeypatch):
     lstm = importlib.import_module("lstm")
     task = lstm.Forecast(samples=9)
     data, model = task.dataset("train"), task.model()
-    batch = data.batch_of([*range(9)])
+    batch = task.collate([*data])
     weights = task.weights(batch)
     padded_loss = (task.loss(model(task.inputs(batch)), batch) * weights).sum() / weights.sum()
-    errors = [(model(series[None, :-1])[0] - series[1:]).square() for series in data.series]
+    errors = [(model(series[None, :-1])[0] - series[1:]).square() for series in data]
     expected = sum(error.sum() for error in errors) / sum(error.numel() for error in errors)
     assert padded_loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert len({len(series) for series in data.series}) > 1
+    assert len({len(series) for series in data}) > 1
 
 
 def test_own_loop_stops_early_and_writes_its_losses(folder):

@@ -102,10 +102,24 @@ class Task:
         """Return the samples of a split, "train" or "validation", as an object with `len()` and `[i]`.
 
         Return None if the split does not exist. If the object has a method `batch_of(indices)`, Paceline
-        calls it to fetch a whole collated batch at once. Random augmentation in `batch_of` depends on the
-        number of ranks; in `[i]` it does not.
+        calls it to fetch a whole collated batch at once, and `collate` must not be defined. Random
+        augmentation in `batch_of` depends on the number of ranks; in `[i]` it does not.
         """
         raise NotImplementedError
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Return the batch that these samples make. The default is torch's `default_collate`.
+
+        Define it if samples have different shapes, for example to pad them, or are not tensors. The first
+        dim of tensors must count the samples. `samples` is one rank's part of a micro-batch, so the
+        result must not depend on which samples it has together, except for padding. Random numbers are
+        an error if the plan divides the batch; draw them in `[i]` of the dataset.
+
+        It runs where samples are read, which may be a worker process. The batch is on the CPU.
+        """
+        from torch.utils.data import default_collate
+
+        return default_collate(samples)
 
     def loss(self, output: Any, batch: Any) -> Tensor:
         """Return the loss of each item, in any shape whose first dim is the samples of the batch.

@@ -504,5 +504,5 @@ def test_inputs_may_return_a_list(tmp_path):
     with pytest.raises(DataError) as caught:
         list(train(spec.model_copy(update={"set": {"ragged": True}}), "single", World()))
     assert "stack expects each tensor to be equal size" in str(caught.value)
-    assert "define batch_of(indices) in the dataset" in str(caught.value)
+    assert "define collate(samples) in the task" in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -75,7 +75,13 @@ class Fails(Small):
 
     def dataset(self, split):
         self.fail("dataset")
-        return super().dataset(split)
+        points = super().dataset(split)
+        if self.at == "batch_of" and points is not None:
+            points.batch_of = points.__getitem__
+        return points
+
+    def collate(self, samples):
+        return super().collate(samples)
 
     def loss(self, output, batch):
         self.fail("loss")
@@ -218,6 +224,7 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("train bad.py:Layered --set where=nowhere --plan zero3 --ranks 2 --batch 8", "nowhere"),
     ("train bad.py:Fails --set at=model --batch 8", "the model is broken"),
     ("train bad.py:Fails --set at=dataset --batch 8", "the dataset is broken"),
+    ("train bad.py:Fails --set at=batch_of --batch 8", "Fails.collate() would not be called|remove collate"),
     ("train bad.py:Fails --set at=layout --batch 8 --plan zero3 --ranks 2", "the layout is broken"),
     ("train bad.py:Fails --set at=optimizer --batch 8", "the optimizer is broken"),
     # train: the request

@@ -19,7 +19,7 @@ from paceline.data.loader import (
     Samples,
     batches,
     check_batch,
-    open_dataset,
+    open_training_samples,
     training_parts,
 )
 from paceline.errors import Error
@@ -50,9 +50,7 @@ def measure(
     The two rows are reading alone at full speed, and reading with a step on each batch. Reading uses the
     loader of a training on the training split. Raises DataError if samples cannot be read.
     """
-    dataset = open_dataset(task, "train")
-    assert dataset is not None
-    training = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
+    training = open_training_samples(task, spec)
     each_s = budget_s / (1 + 2 * len(settings))
     with contextlib.ExitStack() as stack:
         step = None
@@ -72,7 +70,7 @@ def measure(
                 yield row
     if max_passes > 1:
         yield (
-            f"the {len(dataset):,} samples were read up to {max_passes:,.1f} times: "
+            f"the {training.count:,} samples were read up to {max_passes:,.1f} times: "
             "if they come from files, mostly from the page cache"
         )
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from paceline.data.loader import Batch, Samples, batches, check_batch, open_dataset
+from paceline.data.loader import Batch, Samples, batches, check_batch, open_training_samples
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import PlanError
 from paceline.plan.plan import ResolvedPlan, micro_batch_size
@@ -22,9 +22,7 @@ def example_batch(spec: Spec, task: Task, plan: ResolvedPlan, training: Samples 
     training: the training split, if it is open already.
     """
     if training is None:
-        dataset = open_dataset(task, "train")
-        assert dataset is not None
-        training = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
+        training = open_training_samples(task, spec, plan)
     check_batch(spec.batch, training.count)
     numbers = [number % training.count for number in range(micro_batch_size(spec.batch, plan))]
     with seeded_rngs(spec.seed):

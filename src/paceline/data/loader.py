@@ -8,7 +8,7 @@ each micro-batch into one contiguous slice per rank.
 import itertools
 import math
 import traceback
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ from paceline.distributed.rng import (
     watch_rng_state,
 )
 from paceline.errors import DataError
+from paceline.plan.plan import ResolvedPlan
+from paceline.spec import Spec
 from paceline.task import MapDataset, Task
 from paceline.user_code import UserCode, describe_exception, is_passed_through
 
@@ -40,8 +42,8 @@ MAX_EPOCHS_PER_BATCH = 100
 NUM_PROBED = 8  # samples of the first batch that show whether samples draw random numbers
 DONE = object()
 NOT_STACKED = (
-    "; torch's default_collate stacks the samples: if their shapes or types differ, define batch_of(indices)"
-    " in the dataset, which returns the collated batch, for example padded"
+    "; torch's default_collate stacks the samples: if their shapes or types differ, define collate(samples)"
+    " in the task, which returns the batch, for example padded"
 )
 
 
@@ -167,20 +169,35 @@ class Samples:
     number. Seeding three generators takes longer than reading a sample from memory, so each sample is
     seeded only if samples draw. The first batch shows whether they do. If a later batch draws for the first
     time, it is read again.
+
+    collate: makes a batch of a list of samples; None: torch's default_collate.
+    divided_by: the plan that divides batches, if any. Random numbers in `collate` are then an error: they
+    would depend on the plan.
     """
 
-    def __init__(self, dataset: MapDataset, split: str, seed: int, floats: torch.dtype | None):
+    def __init__(
+        self,
+        dataset: MapDataset,
+        split: str,
+        seed: int,
+        floats: torch.dtype | None,
+        collate: Callable[[list[Any]], Batch] | None = None,
+        divided_by: str | None = None,
+    ):
         self.dataset = dataset
         self.count = _length(dataset, split)
         self.split = split
         self.seed = seed
         self.floats = floats
+        self.collate = collate
+        self.divided_by = divided_by
         self._draws: bool | None = None  # whether samples draw random numbers; None: not known yet
         self._reading: int | list[int] = []  # the index or indices that are being read
+        self._is_collating = False
 
     def __getitem__(self, part: tuple[list[int], list[int]]) -> Batch | FailedSample:
         numbers, indices = part
-        self._reading = indices
+        self._reading, self._is_collating = indices, False
         try:
             if hasattr(self.dataset, "batch_of"):
                 self._seed(numbers[0])
@@ -190,15 +207,18 @@ class Samples:
         except BaseException as error:  # of the user's code; raised as a DataError when the batch is used
             if isinstance(error, KeyboardInterrupt) and is_passed_through(error):
                 raise
-            reading = self._reading
-            what = (
-                f"sample {reading} of {self.split!r}"
-                if isinstance(reading, int)
-                else f"one of the samples {reading} of {self.split!r}"
-            )
-            hint = NOT_STACKED if isinstance(reading, list) and not hasattr(self.dataset, "batch_of") else ""
-            return FailedSample(f"{what} raised {describe_exception(error)}{hint}", traceback.format_exc())
+            return FailedSample(self._describe_failure(error), traceback.format_exc())
         return cast_floats(batch, self.floats) if self.floats is not None else batch
+
+    def _describe_failure(self, error: BaseException) -> str:
+        reading = self._reading
+        if isinstance(reading, int):
+            return f"sample {reading} of {self.split!r} raised {describe_exception(error)}"
+        if self._is_collating and self.collate is not None:
+            what = f"collate() of the samples {reading} of {self.split!r}"
+            return f"{what} raised {describe_exception(error, self.collate)}"
+        hint = NOT_STACKED if self._is_collating else ""
+        return f"one of the samples {reading} of {self.split!r} raised {describe_exception(error)}{hint}"
 
     def _read_samples(self, numbers: list[int], indices: list[int]) -> Batch:
         """Return the collated samples. Each sample is seeded with its number, if samples draw."""
@@ -206,15 +226,15 @@ class Samples:
             seed_cpu_rngs(FIXED_SEED)
             with watch_rng_state() as was_state_read:
                 try:
-                    batch, error = self._collate([self._read(index) for index in indices], indices), None
+                    samples, error = [self._read(index) for index in indices], None
                 except (Exception, SystemExit) as raised:  # the cause may be a random number
-                    batch, error = None, raised
+                    samples, error = [], raised
             if not was_state_read() and not has_rng_moved():
                 if error is not None:
                     raise error
                 # Code that runs between batches must find the generators as if each sample had been seeded.
                 self._seed(numbers[-1])
-                return batch
+                return self._collate(samples, numbers, indices)
             self._draws = True
         samples = []
         for position, (number, index) in enumerate(zip(numbers, indices, strict=True)):
@@ -222,7 +242,7 @@ class Samples:
             is_known = self._draws is not None or position >= NUM_PROBED
             samples.append(self._read(index) if is_known else self._probe(index))
         self._draws = bool(self._draws)
-        return self._collate(samples, indices)
+        return self._collate(samples, numbers, indices)
 
     def _read(self, index: int) -> Any:
         self._reading = index
@@ -237,9 +257,28 @@ class Samples:
             self._draws = True
         return sample
 
-    def _collate(self, samples: list[Any], indices: list[int]) -> Batch:
-        self._reading = indices
-        return default_collate(samples)
+    def _collate(self, samples: list[Any], numbers: list[int], indices: list[int]) -> Batch | FailedSample:
+        self._reading, self._is_collating = indices, True
+        if self.collate is None:
+            return default_collate(samples)
+        # Not called twice to find out whether it draws: a collate function may change its samples.
+        seed = derive_seed(self.seed, self.split, "collate", numbers[0])
+        seed_cpu_rngs(FIXED_SEED if self.divided_by is not None else seed)
+        with watch_rng_state() as was_state_read:
+            batch = self.collate(samples)
+        what = f"collate() of the samples {indices} of {self.split!r}"
+        if self.divided_by is not None:
+            if was_state_read() or has_rng_moved():
+                return FailedSample(
+                    f"{what} draws random numbers, which would differ when plan {self.divided_by} divides the"
+                    " batch; draw in [i] of the dataset, where each sample has its own random numbers, or use"
+                    " a plan that does not divide the batch (dp=1 and one micro-batch)",
+                    "",
+                )
+            seed_cpu_rngs(seed)
+        if batch is None:
+            return FailedSample(f"{what} returned None; it must return the batch", "")
+        return batch
 
     def _seed(self, number: int) -> None:
         seed_cpu_rngs(derive_seed(self.seed, self.split, number))
@@ -269,6 +308,38 @@ def open_dataset(task: Task, split: str) -> MapDataset | None:
     if _length(dataset, split) == 0:
         raise DataError(f"{type(task).__name__}.dataset({split!r}) is empty")
     return dataset
+
+
+def open_samples(task: Task, split: str, spec: Spec, plan: ResolvedPlan | None = None) -> Samples | None:
+    """Return the samples of a split, or None if the task has no validation samples. Raises DataError.
+
+    plan: what divides the batches, if it is known.
+    """
+    dataset = open_dataset(task, split)
+    if dataset is None:
+        return None
+    has_collate = type(task).collate is not Task.collate
+    if has_collate and hasattr(dataset, "batch_of"):
+        raise DataError(
+            f"{type(task).__name__}.collate() would not be called, because dataset({split!r}) has"
+            " batch_of(indices), which returns whole batches; remove collate or batch_of"
+        )
+    is_divided = plan is not None and plan.dp * plan.microbatches > 1
+    return Samples(
+        dataset,
+        split,
+        spec.seed,
+        torch.float64 if spec.precision == "fp64" else None,
+        task.collate if has_collate else None,
+        str(plan) if is_divided else None,
+    )
+
+
+def open_training_samples(task: Task, spec: Spec, plan: ResolvedPlan | None = None) -> Samples:
+    """Return the samples of the training split, as `open_samples` does."""
+    samples = open_samples(task, "train", spec, plan)
+    assert samples is not None
+    return samples
 
 
 def check_batch(batch: int, samples: int) -> None:

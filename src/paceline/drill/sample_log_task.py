@@ -111,12 +111,18 @@ def wrap_task(kind: type[Task], log: SampleLog) -> type[Task]:
 
         return method
 
+    def collate(self: Any, samples: list[NumberedSample]) -> NumberedSample:
+        contents = unwrap(self).collate([sample.content for sample in samples])
+        return NumberedSample(contents, torch.tensor([sample.indices for sample in samples]))
+
     # A method that the task does not define stays undefined: its absence has a meaning, e.g. equal weights.
     methods = {
         name: forward_method(name)
         for name in METHODS
         if name == "inputs" or getattr(kind, name) is not getattr(Task, name)
     }
+    if kind.collate is not Task.collate:
+        methods["collate"] = collate
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "dataset": dataset, **methods})
 
 

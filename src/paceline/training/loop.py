@@ -120,7 +120,7 @@ def train(
         )
         resolved = context.plan
         micro_batch_size(spec.batch, resolved)
-        data = open_data(spec, task)
+        data = open_data(spec, task, resolved)
         notes = (*notes, *check_ranks(task, world, data.lengths))
         notes = (*notes, *check_sample_count(data.samples, resolved, spec.batch))
         clock.mark("data")

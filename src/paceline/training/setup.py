@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.data.loader import RankBatchSlice, Samples, check_batch, open_dataset
+from paceline.data.loader import (
+    RankBatchSlice,
+    Samples,
+    check_batch,
+    open_samples,
+    open_training_samples,
+)
 from paceline.distributed.dtensor import is_materialized
 from paceline.distributed.mesh import build_mesh, select_data_mesh
 from paceline.distributed.world import World
@@ -65,15 +71,12 @@ class TrainingData:
         }
 
 
-def open_data(spec: Spec, task: Task) -> TrainingData:
-    """Open both splits. Raises DataError."""
-    train, validation = open_dataset(task, "train"), open_dataset(task, "validation")
-    assert train is not None
-    floats = torch.float64 if spec.precision == "fp64" else None
-    training = Samples(train, "train", spec.seed, floats)
+def open_data(spec: Spec, task: Task, plan: ResolvedPlan | None = None) -> TrainingData:
+    """Open both splits. Raises DataError. `plan`: what divides the batches, if it is known."""
+    training = open_training_samples(task, spec, plan)
     return TrainingData(
         training=training,
-        validation=Samples(validation, "validation", spec.seed, floats) if validation is not None else None,
+        validation=open_samples(task, "validation", spec, plan),
         samples=training.count,
     )
 

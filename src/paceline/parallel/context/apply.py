@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from paceline.data.fake import is_close
-from paceline.data.loader import FailedSample, Samples, open_dataset
+from paceline.data.loader import FailedSample, open_training_samples
 from paceline.distributed.mesh import build_cp_mesh
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.errors import PlanError
@@ -311,11 +311,7 @@ def check_context_parallel(task: Task, spec: Spec, plan: Plan, model: nn.Module)
     The sample passes through the model on the meta device. A model that reads values, or fails, ends this
     pass early; the error then comes from its first step.
     """
-    dataset = open_dataset(task, "train")
-    assert dataset is not None
-    batch = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)[
-        [0], [0]
-    ]
+    batch = open_training_samples(task, spec)[[0], [0]]
     if isinstance(batch, FailedSample):
         return
     recorder, units = IdentityAttention(), find_blocks(model, read_layout(task))

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.data.loader import Batch, RankBatchSlice, Samples, batches, open_dataset, training_parts
+from paceline.data.loader import Batch, RankBatchSlice, batches, open_training_samples, training_parts
 from paceline.distributed import mesh
 from paceline.distributed.world import World
 from paceline.errors import LaunchError, PlanError, TaskError
@@ -169,17 +169,15 @@ def _count_step(training: PreparedTraining, plan: ResolvedPlan, microbatches: li
 
 def _load_microbatches(spec: Spec, plan: ResolvedPlan, world: World, task: Task) -> list[Batch]:
     """Return the micro-batches of the first step."""
-    dataset = open_dataset(task, "train")
-    assert dataset is not None
-    check_sample_count(len(dataset), plan, spec.batch)
+    samples = open_training_samples(task, spec, plan)
+    check_sample_count(samples.count, plan, spec.batch)
     parts = training_parts(
         RankBatchSlice(spec.batch, plan.microbatches, plan.place(world.rank).dp, plan.dp),
-        len(dataset),
+        samples.count,
         spec.seed,
         0,
         1,
     )
-    samples = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
     return list(batches(samples, parts, CPU, workers=0, prefetch=1))
 
 
