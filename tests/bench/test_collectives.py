@@ -505,6 +505,7 @@ def test_compare_two_files(tmp_path):
         ({"dtypes": "fp33"}, "unknown type fp33; did you mean fp32?"),
         ({"place": "between"}, "unknown place between"),
         ({"sizes": "1KiB:"}, "--sizes 1KiB:: '' is not a number of bytes"),
+        ({"sizes": "0B:1KiB"}, "a size must be at least 1 byte, got 0"),
         ({"sizes": "1MiB:1KiB"}, "the first size is larger than the last"),
         ({"sizes": "1KiB:1MiB:1"}, "the factor must be at least 2, got 1"),
         ({"sizes": "0B,1KiB"}, "a size must be at least 1 byte, got 0"),

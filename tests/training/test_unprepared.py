@@ -21,7 +21,7 @@ TP_NEEDS = "the model cannot run on tensors without values, which determines wha
 PP_NEEDS = "the model cannot run on tensors without values, which determines where a pipeline may cut it"
 COMPUTED = (
     "computes the weight of 0 from others (weight_norm, spectral_norm or another parametrization); "
-    "use pp or zero3"
+    "use a plan without tp, such as zero3"
 )
 REFUSED = {
     "tp=2": {
@@ -30,7 +30,8 @@ REFUSED = {
             ("first weight norm", "first spectral norm", "weight norm", "spectral norm"), COMPUTED
         ),
         **dict.fromkeys(("scaled", "idle"), "tp=2 does not divide the 5 features of"),
-        "no linear layer": "tp=2, but Sequential has no linear layer or embedding; use pp or zero3",
+        "no linear layer": "tp=2, but Sequential has no linear layer or embedding; use a plan "
+        "without tp, such as zero3",
     },
     "pp=2,microbatches=2": dict.fromkeys(("item", "chosen", "cumulative batch norm"), PP_NEEDS),
     "pp=2,microbatches=2,pp_schedule=zbv": {},

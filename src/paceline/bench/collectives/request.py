@@ -53,7 +53,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
             factor = int(rest[0]) if len(rest) == 1 else DEFAULT_FACTOR
             if len(rest) > 1 or factor < 2:
                 raise ValueError(f"the factor must be at least 2, got {':'.join(rest)}")
-            sizes = _range(parse_bytes(first), parse_bytes(last), factor)
+            begin, end = parse_bytes(first), parse_bytes(last)
+            sizes = _range(begin, end, factor) if begin else [begin]
     except ValueError as error:
         raise BenchError(f"--sizes {text}: {error}; {hint}") from None
     if not sizes or min(sizes) <= 0:

@@ -78,7 +78,9 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Split
             styles = {name: style for name, style in styles.items() if style != WHOLE}
             _drop_inconsistent_ties(model, styles)
             if not styles:
-                raise PlanError(f"tp={tp}, but {_explain_no_splits(model, tp)}; use pp or zero3")
+                raise PlanError(
+                    f"tp={tp}, but {_explain_no_splits(model, tp)}; use a plan without tp, such as zero3"
+                )
             columns = frozenset(name for name, style in styles.items() if style == "column")
             feature_draws = [(name, bool(layers) and layers <= columns) for name, layers in candidates.draws]
             sequence, reason = _find_sequence_plan(

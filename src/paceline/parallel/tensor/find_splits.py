@@ -160,7 +160,11 @@ def _check_divisible(trace: TraceResult, columns: set[str], tp: int, groups: set
                 fitting = [
                     str(n) for n in range(2, size + 1) if not any(s % n for s in trace.sizes[name] | {hidden})
                 ]
-                hint = f"use tp={' or '.join(fitting[:3])}" if fitting else "use pp or zero3 instead of tp"
+                hint = (
+                    f"use tp={' or '.join(fitting[:3])}"
+                    if fitting
+                    else "use a plan without tp, such as zero3"
+                )
                 raise PlanError(f"tp={tp} does not divide the {what} of {name}; {hint}")
 
 
