@@ -15,6 +15,10 @@ import pytest
 import paceline
 from command import succeed
 from paceline.cluster import machine
+from paceline.debug.diff import RunDiff
+from paceline.debug.settings import SettingDifference
+from paceline.debug.steps import QuantityDifference, StepsComparison
+from paceline.debug.tensors import CheckpointComparison, GroupComparison, TensorDifference
 from paceline.doctor.diagnose import Diagnosis
 from paceline.doctor.heartbeat import Collective, Frame, Heartbeat
 from paceline.doctor.rank_state import RankState, ReaderProcess
@@ -257,6 +261,15 @@ def keys_of(tree: object, path: str = "") -> set[str]:
 
 # Classes whose fields are keys, by the path of the object. On this machine, some of these objects are null.
 CLASSES: dict[str, dict[str, type]] = {
+    "diff": {
+        "": RunDiff,
+        "settings[].": SettingDifference,
+        "steps.": StepsComparison,
+        "steps.differences[].": QuantityDifference,
+        "checkpoints[].": CheckpointComparison,
+        "checkpoints[].groups[].": GroupComparison,
+        "checkpoints[].groups[].first.": TensorDifference,
+    },
     "doctor": {
         "": Diagnosis,
         "seen[].": RankState,

@@ -678,6 +678,7 @@ def test_commands_replace_only_regular_files(trained, targets, tmp_path):
         ("preflight", "digits", "--json", "FILE"),
         ("profile", run, "--json", "FILE"),
         ("doctor", run, "--json", "FILE"),
+        ("diff", run, run, "--json", "FILE"),
         ("probe", "--json", "FILE"),
         ("bench", "compute", "--json", "FILE"),
     ]
@@ -886,6 +887,7 @@ def test_run_with_files_of_wrong_kinds_is_refused(run):
         "status r",
         "export r w.safetensors",
         "doctor r",
+        "diff r r",
         "cancel r",
         "logs r",
         "resume r --steps 8",

@@ -49,6 +49,7 @@ COMMANDS = {
     ("status", RUN): 0,
     ("show", RUN): 0,
     ("doctor", RUN): 0,
+    ("diff", RUN, RUN): 0,
     ("profile", RUN, "--measured"): 2,  # a few steps, none of them profiled
     ("cancel", RUN): 2,
     ("resume", RUN): 2,

@@ -453,7 +453,7 @@ def load_(
     """
     from paceline.training.checkpoint.metadata import read_tensors
 
-    metadata = _metadata(path, read_index(path))
+    metadata = load_metadata(path, read_index(path))
     stored = metadata.state_dict_metadata
     wanted: dict[str, Any] = {
         f"{prefix}model/{name}": tensor
@@ -482,7 +482,8 @@ def load_(
     read_tensors(path, metadata, wanted, group)
 
 
-def _metadata(path: Path, index: Index) -> Any:
+def load_metadata(path: Path, index: Index) -> Any:
+    """Return the metadata of a checkpoint: its tensors and their places. Raises CheckpointError."""
     from paceline.training.checkpoint.metadata import read_metadata
 
     return read_metadata(path, index.files, sum(size for size, _ in index.files.values()))
@@ -495,7 +496,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     index = read_index(path)
     if wrong := verify_files(path, index):
         raise CheckpointError(f"checkpoint {path} is damaged: {wrong}")
-    metadata = _metadata(path, index)
+    metadata = load_metadata(path, index)
     wanted = {
         entry: torch.empty(meta.size, dtype=meta.properties.dtype)
         for entry, meta in metadata.state_dict_metadata.items()
