@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from paceline.data.batch import map_tensors
 from paceline.data.loader import Batch, Samples, batches, check_batch, open_training_samples
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import PlanError
@@ -61,9 +61,7 @@ def fake_parameters(model: nn.Module) -> Iterator[Callable[[Batch], Batch]]:
             tensors[key] = fake(tensor)  # type: ignore[assignment]
     try:
         with mode:
-            yield lambda batch: tree_map(
-                lambda item: mode.from_tensor(item) if isinstance(item, Tensor) else item, batch
-            )
+            yield lambda batch: map_tensors(mode.from_tensor, batch)
     finally:
         for tensors, key, tensor in originals:
             tensors[key] = tensor  # type: ignore[assignment]

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, default_collate
 
+from paceline.data.batch import cast_floats, find_tensors, move
 from paceline.data.workers import ForkedReaders, survive_one_signal
 from paceline.distributed.rng import (
     FIXED_SEED,
@@ -284,13 +283,6 @@ class Samples:
         seed_cpu_rngs(derive_seed(self.seed, self.split, number))
 
 
-def cast_floats(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Return the batch with all its floating-point tensors in `dtype`."""
-    return tree_map(
-        lambda item: item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item, batch
-    )
-
-
 def open_dataset(task: Task, split: str) -> MapDataset | None:
     """Return the dataset of a split, or None if the task has no validation samples. Raises DataError."""
     with UserCode(f"dataset({split!r})", task.dataset, DataError):
@@ -421,14 +413,13 @@ def _copy_to(loader: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
 
     def start_copy(batch: Batch) -> Batch:
         with torch.cuda.stream(stream):
-            return tree_map(
-                lambda item: item.to(device, non_blocking=True) if isinstance(item, Tensor) else item, batch
-            )
+            return move(batch, device, non_blocking=True)
 
     def finish_copy(batch: Batch) -> Batch:
         current = torch.cuda.current_stream(device)
         current.wait_stream(stream)
-        tree_map(lambda item: item.record_stream(current) if isinstance(item, Tensor) else item, batch)
+        for tensor in find_tensors(batch):
+            tensor.record_stream(current)
         return batch
 
     ahead = [start_copy(batch) for batch in itertools.islice(loader, 1)]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from paceline.data.batch import count_samples
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import is_dtensor
 from paceline.errors import TaskError
@@ -94,11 +94,6 @@ def weighted_sum(
             f"weights() must return the shape of {what}, {tuple(values.shape)}, got {tuple(weights.shape)}"
         )
     return (values * weights).sum(), weights.sum()
-
-
-def count_samples(batch: Batch) -> int:
-    """Return the number of samples of a batch: the length of its first tensor."""
-    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
 def _total_weight(task: Task, batches: Sequence[Batch]) -> Tensor:

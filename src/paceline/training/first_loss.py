@@ -18,9 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from paceline.data.loader import Batch, cast_floats
+from paceline.data.batch import cast_floats, find_leaves
+from paceline.data.loader import Batch
 from paceline.distributed.dtensor import is_dtensor
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
@@ -137,9 +137,9 @@ class FirstLossCheck:
             except Exception:  # the real call of loss() reports what is wrong
                 return "unknown"
         outputs = [
-            leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            leaf for leaf in find_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()
         ]
-        rows = [leaf for leaf in tree_leaves((output, batch)) if isinstance(leaf, Tensor) and leaf.dim()]
+        rows = [leaf for leaf in find_leaves((output, batch)) if isinstance(leaf, Tensor) and leaf.dim()]
         self.is_certain = verdict == "mixes" and all(len(leaf) == samples for leaf in rows)
         if verdict == "adds up" and not all(
             _has_samples(leaf, samples, 0) or _has_samples(leaf, samples, 1) for leaf in outputs
@@ -401,7 +401,7 @@ def _map_leaves(
         return mapped
     if isinstance(tree, (list, tuple)):
         if len(tree) == samples and not any(
-            _has_samples(item, samples, 0) for item in tree_leaves(list(tree))
+            _has_samples(item, samples, 0) for item in find_leaves(list(tree))
         ):
             return tree[slice(*part)]
         items = [recurse(item) for item in tree]

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from paceline.bench.compute.kernels import MIN_REPETITIONS, clock_for
 from paceline.bench.result import Row
 from paceline.bench.timer import Budget, Timing, measure
+from paceline.data.batch import move
 from paceline.data.fake import example_batch
 from paceline.data.loader import Batch
 from paceline.distributed.process_group import process_group
@@ -54,9 +55,7 @@ def prepare_step(spec: Spec, task: Task, device: torch.device) -> Iterator[Ready
     with process_group(World(), device, spec.timeout_s, Path("runs")):
         batch = example_batch(spec, task, plan)
         prepared = build_training(spec, plan, World(), task, device)
-        yield ReadyStep(
-            prepared, tree_map(lambda item: item.to(device) if isinstance(item, Tensor) else item, batch)
-        )
+        yield ReadyStep(prepared, move(batch, device))
 
 
 def time_step(ready: ReadyStep, budget_s: float) -> Timing:

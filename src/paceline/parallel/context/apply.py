@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
+from paceline.data.batch import find_tensors, move
 from paceline.data.fake import is_close
 from paceline.data.loader import FailedSample, open_training_samples
 from paceline.distributed.mesh import build_cp_mesh
@@ -58,8 +59,9 @@ def _take_few_samples(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the first samples of a batch, if all tensors have the same first dimension."""
     leaves, structure = flatten((args, kwargs))
-    lengths = {leaf.size(0) if leaf.dim() else 0 for leaf in leaves if isinstance(leaf, Tensor)}
-    if len(lengths) != 1:
+    lengths = [leaf.size(0) if leaf.dim() else 0 for leaf in leaves if isinstance(leaf, Tensor)]
+    has_hidden_tensors = len(lengths) < len(find_tensors((args, kwargs)))  # in a dataclass
+    if len({*lengths}) != 1 or has_hidden_tensors:
         return args, kwargs
     few: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(
         [leaf[:TRIAL_SAMPLES] if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
@@ -318,7 +320,7 @@ def check_context_parallel(task: Task, spec: Spec, plan: Plan, model: nn.Module)
     previous = [vars(unit).get("forward") for unit in units]
     for unit in units:
         unit.forward = replace_attention(recorder)(unit.forward)
-    batch = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
+    batch = move(batch, "meta")
     passed = False
     suppressed = contextlib.suppress(Exception)  # but not SystemExit or KeyboardInterrupt
     with (

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from paceline.data.batch import find_leaves
 from paceline.data.loader import Batch
 from paceline.errors import PlanError
 from paceline.parallel.pipeline.stage import StagePartition
@@ -91,7 +91,7 @@ class PassTraces:
 def batch_signature(task: Task, batch: Batch) -> Signature:
     return tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
-        for leaf in tree_leaves(task.inputs(batch))
+        for leaf in find_leaves(task.inputs(batch))
     )
 
 
