@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from paceline.metrics import Accumulator
+
 BUILT_IN = {
     "digits": "paceline.tasks.digits:Digits",
     "mnist": "paceline.tasks.mnist:Mnist",
@@ -143,10 +145,12 @@ class Task:
         """
         return None
 
-    def metrics(self, output: Any, batch: Any) -> Mapping[str, Tensor]:
-        """Return further metrics of each item, by name. Paceline averages them over the validation split.
+    def metrics(self, output: Any, batch: Any) -> Mapping[str, Tensor | Accumulator]:
+        """Return further metrics by name. Each sample of the validation split counts once.
 
-        Each sample counts once. The loss is always evaluated and need not be returned.
+        A tensor has a value for each item, and Paceline averages it over the split. A metric that is not such
+        a mean, such as an F1 score, is an accumulator; `paceline.metrics` has Accumulator, Accuracy,
+        TopKAccuracy and Perplexity. The loss is always evaluated and need not be returned.
         """
         return {}
 

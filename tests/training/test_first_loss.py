@@ -355,7 +355,7 @@ WRONG = {
     "complex metric": "metrics() must return real tensors, got complex64 for 'hit'",
     "no metrics": "metrics() must return a dict of tensors, got NoneType",
     "a list": "metrics() must return a dict of tensors, got list",
-    "a number": "metrics() must return tensors, got float for 'hit'",
+    "a number": "metrics() must return tensors or accumulators, got float for 'hit'",
     "foreign": "optimizer() trains 2 tensors that are not parameters of the model; build it from the (name, "
     "parameter) pairs",
     "copies": "optimizer() trains 2 tensors that are not parameters of the model",

@@ -11,9 +11,12 @@ from paceline.data.loader import Batch, Samples, batches, validation_parts
 from paceline.doctor.heartbeat import EVALUATE
 from paceline.errors import TaskError
 from paceline.events import Evaluated
+from paceline.metrics import Accumulator
 from paceline.parallel.forward import ELSEWHERE, autocast, read_weights, weighted_sum
 from paceline.spec import Spec
+from paceline.task import Task
 from paceline.training.first_loss import check_items
+from paceline.training.metric_totals import AccumulatedMetrics
 from paceline.training.setup import PreparedTraining, TrainingData
 from paceline.training.step import TrainingStep
 from paceline.user_code import UserCode
@@ -78,7 +81,9 @@ def evaluate(
     group: dist.ProcessGroup | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Return the means over the split of the loss and of what `task.metrics` returns. A collective.
+    """Return the loss and the metrics of the split. A collective.
+
+    Tensors that `task.metrics` returns are averaged; accumulators are merged and finished.
 
     group: the ranks that call it; None: all. `stop`: called about once a second. If it returns True on
     any rank, all ranks abandon the evaluation and return None. Raises TaskError for unsuitable metrics.
@@ -89,6 +94,8 @@ def evaluate(
     # which is not counted.
     parts = [(numbers or [0], numbers or [0]) for numbers in mine]
     sums: dict[str, Tensor] = {}
+    accumulated = AccumulatedMetrics()
+    names: dict[str, bool] = {}  # of all values in their order, and whether they are accumulators
     update.model.eval()
     update.on_phase(EVALUATE)
     agreement = _StopAgreement(stop, device, group)
@@ -101,10 +108,17 @@ def evaluate(
             output = update.output(data)
             if output is ELSEWHERE:
                 continue
-            counted = bool(numbers) and update.counts
-            for name, pair in _weighted_sums(update, output, data, len(numbers) or 1).items():
+            is_counted = bool(numbers) and update.counts
+            values = _compute_values(update, output, data)
+            for name, value in values.items():
+                is_accumulator = isinstance(value, Accumulator)
+                if names.setdefault(name, is_accumulator) is not is_accumulator:
+                    raise TaskError(f"metrics() returned an accumulator for {name!r} only in some batches")
+                if isinstance(value, Accumulator):
+                    accumulated.add(name, value, is_counted)
+            for name, pair in _weighted_sums(update.task, values, data, len(numbers) or 1).items():
                 sums[name] = (
-                    sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + pair * counted
+                    sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + pair * is_counted
                 )
     finally:
         source.close()
@@ -114,18 +128,23 @@ def evaluate(
     if agreement.is_stopping:
         return None
     if update.pipeline is not None:
-        sums = _with_names_of_all_ranks(sums, device)
-    table = torch.stack(list(sums.values()))
+        names = _names_of_all_ranks(names)
+    zeros = torch.zeros(2, dtype=torch.float64, device=device)
+    means = [name for name, is_accumulator in names.items() if not is_accumulator]
+    table = torch.stack([sums.get(name, zeros) for name in means])
     if dist.get_world_size(group) > 1:
         dist.all_reduce(table, group=group)
-    return {name: total / count for name, (total, count) in zip(sums, table.tolist(), strict=True)}
+    metrics = {name: total / count for name, (total, count) in zip(means, table.tolist(), strict=True)}
+    if len(means) == len(names):
+        return metrics
+    finished = accumulated.finish(update.plan, dist.get_rank(group), group)
+    if clashing := metrics.keys() & finished.keys():
+        raise TaskError(f"metrics() returned two metrics named {min(clashing)!r}; rename one of them")
+    return metrics | finished
 
 
-def _weighted_sums(update: TrainingStep, output: object, data: Batch, samples: int) -> dict[str, Tensor]:
-    """Return for the loss and each metric of a batch a tensor (sum, number of items), in float64.
-
-    samples: of the batch. Raises TaskError for values that have no mean over the split.
-    """
+def _compute_values(update: TrainingStep, output: object, data: Batch) -> dict[str, Tensor | Accumulator]:
+    """Return the loss and the metrics of a batch by name. Raises TaskError."""
     task = update.task
     with autocast(update.precision, update.device):
         with UserCode("loss()", task.loss):
@@ -134,24 +153,51 @@ def _weighted_sums(update: TrainingStep, output: object, data: Batch, samples: i
             metrics = task.metrics(output, data)
         if not isinstance(metrics, Mapping):
             raise TaskError(f"metrics() must return a dict of tensors, got {type(metrics).__name__}")
-        values |= metrics
+    if not isinstance(values["loss"], Tensor):
+        raise TaskError(f"loss() must return a tensor, got {type(values['loss']).__name__}")
+    for name, value in metrics.items():
+        _check_metric(name, value)
+    return {**values, **metrics}
+
+
+def _check_metric(name: str, value: object) -> None:
+    """Raise TaskError for a metric that cannot be combined over batches."""
+    if isinstance(value, Accumulator):
+        if name == "loss":
+            raise TaskError("metrics() returned an accumulator named 'loss', which is the loss; rename it")
+        return
+    if not isinstance(value, Tensor):
+        hint = "; update() of an accumulator must return self" * (value is None)
+        raise TaskError(
+            f"metrics() must return tensors or accumulators, got {type(value).__name__} for {name!r}{hint}"
+        )
+    if value.is_complex():
+        dtype = str(value.dtype).removeprefix("torch.")
+        raise TaskError(f"metrics() must return real tensors, got {dtype} for {name!r}")
+    if not value.dim():
+        raise TaskError(
+            f"metrics() returned one number for {name!r}, which would differ between the batches of "
+            "ranks; return a value for each sample, such as output.argmax(-1) == batch[1], so that "
+            "Paceline takes the mean over the split, or an accumulator (paceline.metrics) if the metric "
+            "is not a mean"
+        )
+
+
+def _weighted_sums(
+    task: Task, values: Mapping[str, Tensor | Accumulator], data: Batch, samples: int
+) -> dict[str, Tensor]:
+    """Return for each tensor of the values of a batch a tensor (sum, number of items), in float64.
+
+    samples: of the batch. Raises TaskError for a number of items that does not match the samples.
+    """
     weights = read_weights(task, data)
     sums = {}
     for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise TaskError(f"metrics() must return tensors, got {type(value).__name__} for {name!r}")
-        if value.is_complex():
-            dtype = str(value.dtype).removeprefix("torch.")
-            raise TaskError(f"metrics() must return real tensors, got {dtype} for {name!r}")
-        if not value.dim() and name in metrics:
-            raise TaskError(
-                f"metrics() returned one number for {name!r}, which would differ between the batches of "
-                "ranks; return a value for each sample, such as output.argmax(-1) == batch[1], so that "
-                "Paceline takes the mean over the split"
-            )
+        if isinstance(value, Accumulator):
+            continue
         has_weights = weights is not None and (not value.dim() or value.shape == weights.shape)
         if not has_weights:
-            check_items(value, samples, "metrics()" if name in metrics else "loss()", repr(name))
+            check_items(value, samples, "loss()" if name == "loss" else "metrics()", repr(name))
         total, count = weighted_sum(value.double(), weights if has_weights else None, data, name)
         sums[name] = torch.stack([total, torch.as_tensor(count, dtype=total.dtype, device=total.device)])
     return sums
@@ -186,14 +232,8 @@ class _StopAgreement:
         return self.is_stopping
 
 
-def _with_names_of_all_ranks(sums: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Add zeros for values that this rank has not seen.
-
-    (Only ranks with the last stage of a pipeline see any.)
-    """
-    names_by_rank: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(names_by_rank, list(sums))
-    return {
-        name: sums.get(name, torch.zeros(2, dtype=torch.float64, device=device))
-        for name in max(names_by_rank, key=len)
-    }
+def _names_of_all_ranks(names: dict[str, bool]) -> dict[str, bool]:
+    """Return the names on the ranks that have them: those with the last stage of a pipeline."""
+    names_by_rank: list[dict[str, bool]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(names_by_rank, names)
+    return max(names_by_rank, key=len)

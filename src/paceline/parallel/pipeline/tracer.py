@@ -253,7 +253,10 @@ def _compute_results(task: Task, output: Any, batch: Batch, training: bool) -> l
     """Return what the task computes from an output: loss and, in evaluation, metrics."""
     try:
         with UserCode("the forward pass without values", task.loss):
-            return [task.loss(output, batch), *([] if training else task.metrics(output, batch).values())]
+            metrics = [] if training else list(task.metrics(output, batch).values())
+            # The state of an accumulator does not show what it uses.
+            whole = [output] * any(not isinstance(metric, Tensor) for metric in metrics)
+            return [task.loss(output, batch), *metrics, *whole]
     except Exception:  # from user code that needs values; assume that it uses the whole output
         return tree_leaves(output)
 
