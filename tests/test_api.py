@@ -26,6 +26,7 @@ FUNCTIONS = {
     "find_plans": "spec ranks=None cluster=None *plan=None *task=None *tokens=None *price=None",
     "verify_plan": "spec plan ranks=2 *task=None *steps=3 *timeout_s=120.0",
     "describe": "spec task=None",
+    "evaluate": "run split=validation checkpoint=last *ranks=None *plan=None *batch=None *device=None",
 }
 CLASSES = {"Cluster", "Layout", "Plan", "RunFolder", "Spec", "Task", "World"}
 

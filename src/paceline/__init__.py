@@ -24,6 +24,7 @@ The command line starts the processes: `paceline train mine.py:Mine --ranks 4 --
     train          one rank of a training, as a generator of events; alone it is one process
     find_plans     the plans that fit, fastest first
     verify_plan    check that a plan computes the same training as one process
+    evaluate       the metrics of a checkpoint of a run on any split
     describe       what planning knows of a model
     Task, Layout   what to train, and how its model may be split
     Spec, Plan     length, batch and optimizer; the layout over ranks
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from paceline.events import Stalled as Stalled
     from paceline.events import Started as Started
     from paceline.events import Step as Step
+    from paceline.launch.evaluate_run import evaluate as evaluate
     from paceline.plan.plan import Plan as Plan
     from paceline.run import RunFolder as RunFolder
     from paceline.spec import Spec as Spec
@@ -103,6 +105,7 @@ _PLACES = {
     "TaskError": "errors",
     "World": "distributed.world",
     "describe": "training.model_facts.describe",
+    "evaluate": "launch.evaluate_run",
     "find_plans": "training.find_plans",
     "train": "training.loop",
     "verify_plan": "verify.verify_plan",
@@ -138,6 +141,7 @@ __all__ = [
     "World",
     "__version__",
     "describe",
+    "evaluate",
     "find_plans",
     "train",
     "verify_plan",

@@ -101,7 +101,7 @@ class Task:
         raise NotImplementedError
 
     def dataset(self, split: str) -> MapDataset | None:
-        """Return the samples of a split, "train" or "validation", as an object with `len()` and `[i]`.
+        """Return the samples of a split, such as "train" or "test", as an object with `len()` and `[i]`.
 
         Return None if the split does not exist. If the object has a method `batch_of(indices)`, Paceline
         calls it to fetch a whole collated batch at once, and `collate` must not be defined. Random

@@ -64,7 +64,17 @@ COMMANDS = {
     ("--version",): 0,
     **{
         (name, "--help"): 0
-        for name in ("train", "submit", "verify", "drill", "bench", "comms", "preflight", "export")
+        for name in (
+            "train",
+            "submit",
+            "verify",
+            "drill",
+            "bench",
+            "comms",
+            "preflight",
+            "evaluate",
+            "export",
+        )
     },
     ("bench", "storage", "--help"): 0,
     ("trän",): 2,

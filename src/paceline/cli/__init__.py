@@ -21,6 +21,7 @@ PANELS = {
     "Train": {
         "train": "Train a task on any number of ranks.",
         "resume": "Continue a run from its last complete checkpoint.",
+        "evaluate": "Compute loss and metrics of a checkpoint on a split, as the training does.",
         "export": "Write the weights of a run to a safetensors file.",
     },
     "Plan": {

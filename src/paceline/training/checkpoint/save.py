@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -380,14 +380,15 @@ def verify_files(path: Path, index: Index, rank: int = 0, ranks: int = 1) -> str
 
 
 def find_last_complete(
-    run: RunFolder, rank: int = 0, ranks: int = 1
+    run: RunFolder, rank: int = 0, ranks: int = 1, steps: Sequence[int] | None = None
 ) -> tuple[Path | None, Index | None, list[str]]:
     """Return the newest complete checkpoint, its index, and a note on each newer one that is damaged.
 
-    A collective: the ranks divide the files among themselves.
+    steps: of the checkpoints to consider, oldest first [default: all]. A collective: the ranks divide the
+    files among themselves.
     """
     notes: list[str] = []
-    for step in reversed(run.checkpoints()):
+    for step in reversed(steps if steps is not None else run.checkpoints()):
         path = run.checkpoint(step)
         wrong: str | None
         try:
@@ -441,7 +442,7 @@ def rank_prefix(rank: int) -> str:
 def load_(
     path: Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     prefix: str = "",
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -449,7 +450,8 @@ def load_(
 
     Each rank reads what it holds.
 
-    prefix: of the names to read, "" or that of a rank. `group`: the ranks that read; None: all. A collective.
+    optimizer: None: only the weights are read. prefix: of the names to read, "" or that of a rank. `group`:
+    the ranks that read; None: all. A collective.
     """
     from paceline.training.checkpoint.metadata import read_tensors
 
@@ -460,6 +462,19 @@ def load_(
         for name, tensor in collect_model_tensors(model).items()
         if is_materialized(tensor)
     }
+    if optimizer is not None:
+        wanted |= _allocate_optimizer_state_(stored, model, optimizer, prefix)
+    read_tensors(path, metadata, wanted, group)
+
+
+def _allocate_optimizer_state_(
+    stored: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str
+) -> dict[str, Any]:
+    """Give the optimizer empty tensors for its state in a checkpoint; return them by names there.
+
+    stored: metadata of the tensors of the checkpoint, by name.
+    """
+    wanted: dict[str, Any] = {}
     local = local_optimizer(optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}
     keys: dict[str, list[str]] = {}
@@ -479,7 +494,7 @@ def load_(
                     on_cpu = not (options.get("fused") or options.get("capturable"))
                     value = torch.empty(meta.size, dtype=dtype, device="cpu" if on_cpu else parameter.device)
                 local.state[parameter][key] = wanted[entry] = value
-    read_tensors(path, metadata, wanted, group)
+    return wanted
 
 
 def load_metadata(path: Path, index: Index) -> Any:

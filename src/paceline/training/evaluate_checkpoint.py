@@ -1,0 +1,220 @@
+"""Evaluate a checkpoint of a run on one split, as one rank under any plan. Changes no file of the run."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from paceline import task as tasks
+from paceline.data.loader import Samples, open_samples
+from paceline.distributed import mesh
+from paceline.distributed.process_group import (
+    choose_device,
+    process_group,
+    set_collective_timeout,
+    start_timeout_s,
+    workers_per_rank,
+)
+from paceline.distributed.world import World
+from paceline.errors import CheckpointError, DataError, PlanError, SpecError
+from paceline.parallel.ddp import release
+from paceline.plan.plan import AUTO, Plan, ResolvedPlan, parse
+from paceline.run import RunFolder
+from paceline.spec import Launch, Spec, abbreviate
+from paceline.task import Task
+from paceline.training.checkpoint import save as checkpoints
+from paceline.training.checkpoint.identity import describe_changes, describe_identity
+from paceline.training.evaluate import evaluate
+from paceline.training.init.deferred_init import fill_
+from paceline.training.model_analysis import analyze_model
+from paceline.training.rank_checks import check_ranks
+from paceline.training.replan import replan
+from paceline.training.setup import PreparedTraining, build_training
+from paceline.training.torch_settings import set_free_threads, torch_settings
+
+BEST, LAST = "best", "last"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metrics of a checkpoint on one split.
+
+    split, samples  name of the split, and its number of samples
+    checkpoint      path of the checkpoint
+    step            step of the checkpoint
+    plan, ranks     plan and number of ranks of the evaluation
+    batch           samples of a batch over all ranks
+    metrics         means over the split by name: `loss`, and what `Task.metrics` returns
+    seconds         duration, without the start
+    notes           damaged checkpoints that were skipped, and what changed since the checkpoint was made
+    """
+
+    split: str
+    samples: int
+    checkpoint: str
+    step: int
+    plan: str
+    ranks: int
+    batch: int
+    metrics: dict[str, float]
+    seconds: float
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What to evaluate, and under which plan. The same on all ranks.
+
+    spec    request of the run; its batch is that of the evaluation
+    steps   steps of the checkpoints that may be evaluated; the last complete one is
+    plan    text of the plan, or "auto"
+    """
+
+    run: RunFolder
+    spec: Spec
+    split: str
+    steps: Sequence[int]
+    plan: str
+    device: str | None
+
+
+def select_checkpoints(run: RunFolder, which: str, best: str) -> list[int]:
+    """Return the steps of the checkpoints that `which` names; of several, the last complete one counts.
+
+    which: "best", "last" or a step. best: `save.best` of the run. Raises CheckpointError if there is no such
+    checkpoint, and SpecError for other words.
+    """
+    is_step = re.fullmatch(r"\d{1,18}", which, re.ASCII) is not None
+    if which not in (BEST, LAST) and not is_step:
+        raise SpecError(f"--checkpoint must be best, last or a step, got {abbreviate(which)}")
+    steps = run.checkpoints()
+    if not steps:
+        raise CheckpointError(
+            f"{run.path} has no complete checkpoint; continue it with: paceline resume {run.path}"
+        )
+    if which == LAST:
+        return steps
+    listed = f"steps with a checkpoint: {', '.join(map(str, steps))}"
+    if which == BEST:
+        scores = checkpoints.read_scores(run, best)
+        if not scores:
+            raise CheckpointError(
+                f"{run.path} has no best checkpoint: none was saved with the metric of save.best={best!r}; "
+                f"use --checkpoint last or a step; {listed}"
+            )
+        return [min(scores, key=scores.__getitem__)]
+    if int(which) not in steps:
+        raise CheckpointError(f"{run.path} has no checkpoint of step {which}; {listed}")
+    return [int(which)]
+
+
+def choose_plan_text(spec: Spec, before: Launch, launch: Launch, requested: str | None) -> str:
+    """Return the plan of an evaluation on `launch.ranks` ranks.
+
+    before: how the run was trained. requested: the plan that the user names; None: that of the run, or the
+    most similar if the ranks are others. Raises PlanError.
+    """
+    default = "single" if launch.ranks == 1 else "ddp"
+    if requested is not None:
+        if requested != AUTO and parse(requested).servers is not None:
+            raise PlanError(
+                f"plan {requested} has servers, which evaluate no samples; use --plan {default}, which reads "
+                "the same checkpoint"
+            )
+        return requested
+    if before.plan not in (None, AUTO) and parse(before.plan).servers is not None:
+        return default
+    return (before.plan if launch.ranks == before.ranks else replan(spec, before, launch).plan) or default
+
+
+def evaluate_checkpoint(request: EvaluationRequest, world: World) -> Evaluation:
+    """Evaluate on this rank, and return the same metrics on all ranks. A collective.
+
+    Raises DataError if the task has no such split, PlanError, TaskError and CheckpointError.
+    """
+    spec, run = request.spec, request.run
+    task = tasks.load_task(spec.task, spec.set)
+    device = choose_device(world, request.device)
+    # A launcher without a store needs a folder that all ranks see; that of the run must not change.
+    meeting_place = run.path.absolute().parent
+    with torch_settings(spec, world), process_group(world, device, spec.timeout_s, meeting_place):
+        set_collective_timeout(start_timeout_s(spec.timeout_s))
+        set_free_threads(spec, world, run, device)  # as in the training, so that sums round the same
+        plan = _agree_on_plan(request, task, world)
+        resolved = plan.resolve(world.size)
+        samples = open_samples(task, request.split, spec, resolved)
+        if samples is None:
+            raise DataError(
+                f"{type(task).__name__}.dataset({request.split!r}) returned None: the task has no such "
+                "split; name another with --split, or return its samples"
+            )
+        check_ranks(task, world, {request.split: samples.count})
+        try:
+            prepared, path, index, notes = _load(request, task, resolved, world, samples)
+            began = time.perf_counter()
+            with prepared.whole_model():
+                metrics = evaluate(
+                    prepared.step,
+                    samples,
+                    spec.batch,
+                    workers_per_rank(world.local_size, device, spec.data.workers),
+                    spec.data.prefetch,
+                    prepared.group,
+                )
+            assert metrics is not None  # nothing asks to stop
+            release(prepared.step.model)
+        finally:
+            mesh.destroy_meshes()
+    return Evaluation(
+        split=request.split,
+        samples=samples.count,
+        checkpoint=str(path),
+        step=index.step,
+        plan=str(plan),
+        ranks=world.size,
+        batch=spec.batch,
+        metrics=metrics,
+        seconds=time.perf_counter() - began,
+        notes=notes,
+    )
+
+
+def _agree_on_plan(request: EvaluationRequest, task: Task, world: World) -> Plan:
+    if request.plan != AUTO:
+        return parse(request.plan)
+    from paceline.training.auto_plan import broadcast_choice
+
+    return broadcast_choice(request.spec, task, world, request.device).plan
+
+
+def _load(
+    request: EvaluationRequest, task: Task, plan: ResolvedPlan, world: World, samples: Samples
+) -> tuple[PreparedTraining, Path, checkpoints.Index, tuple[str, ...]]:
+    """Return the model under a plan with the weights of a checkpoint, its path, its index, and notes."""
+    run, device = request.run, choose_device(world, request.device)
+    steps = [request.steps]
+    if world.size > 1:  # a training that runs meanwhile may save and delete checkpoints
+        dist.broadcast_object_list(steps, src=0)
+    path, index, notes = checkpoints.find_last_complete(run, world.rank, world.size, steps[0])
+    if path is None or index is None:
+        raise CheckpointError(f"{run.path} has no complete checkpoint to evaluate: {'; '.join(notes)}")
+    # Evaluation divides any batch among the ranks; the analysis of the model needs a batch of a training.
+    parts = plan.dp * plan.microbatches
+    batch = parts * max(1, min(request.spec.batch, samples.count) // parts)
+    spec = request.spec.model_copy(update={"batch": batch})
+    analysis = analyze_model(spec, plan, task, device, samples)
+    # Buffers that are not in the checkpoint keep their initial values.
+    fill = partial(fill_, weights=analysis.weights, device=device)
+    prepared = build_training(spec, plan, world, task, device, fill_with=fill, analysis=analysis)
+    checkpoints.check_same_model(path, index, spec.task, spec.set, prepared.model)
+    checkpoints.load_(path, prepared.model, None, group=prepared.group)
+    identity = describe_identity(spec, task, prepared.modules, prepared.step.optimizer)
+    if changes := describe_changes(index.identity, identity):
+        notes.append(f"this evaluation differs from the training at step {index.step}: {'; '.join(changes)}")
+    return prepared, path, index, tuple(notes)
