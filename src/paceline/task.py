@@ -145,12 +145,13 @@ class Task:
         """
         return None
 
-    def metrics(self, output: Any, batch: Any) -> Mapping[str, Tensor | Accumulator]:
+    def metrics(self, output: Any, batch: Any) -> Mapping[str, Tensor | Accumulator | nn.Module]:
         """Return further metrics by name. Each sample of the validation split counts once.
 
         A tensor has a value for each item, and Paceline averages it over the split. A metric that is not such
         a mean, such as an F1 score, is an accumulator; `paceline.metrics` has Accumulator, Accuracy,
-        TopKAccuracy and Perplexity. The loss is always evaluated and need not be returned.
+        TopKAccuracy and Perplexity. A metric of torchmetrics, updated with this batch, is accepted as well.
+        The loss is always evaluated and need not be returned.
         """
         return {}
 

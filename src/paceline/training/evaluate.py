@@ -19,6 +19,7 @@ from paceline.training.first_loss import check_items
 from paceline.training.metric_totals import AccumulatedMetrics
 from paceline.training.setup import PreparedTraining, TrainingData
 from paceline.training.step import TrainingStep
+from paceline.training.torchmetrics_adapter import as_accumulator
 from paceline.user_code import UserCode
 
 ASK_S = 1.0  # between two checks whether to stop
@@ -148,7 +149,7 @@ def _compute_values(update: TrainingStep, output: object, data: Batch) -> dict[s
     task = update.task
     with autocast(update.precision, update.device):
         with UserCode("loss()", task.loss):
-            values = {"loss": task.loss(output, data)}
+            values: dict[str, Tensor | Accumulator] = {"loss": task.loss(output, data)}
         with UserCode("metrics()", task.metrics):
             metrics = task.metrics(output, data)
         if not isinstance(metrics, Mapping):
@@ -156,8 +157,9 @@ def _compute_values(update: TrainingStep, output: object, data: Batch) -> dict[s
     if not isinstance(values["loss"], Tensor):
         raise TaskError(f"loss() must return a tensor, got {type(values['loss']).__name__}")
     for name, value in metrics.items():
-        _check_metric(name, value)
-    return {**values, **metrics}
+        values[name] = as_accumulator(name, value)
+        _check_metric(name, values[name])
+    return values
 
 
 def _check_metric(name: str, value: object) -> None:
@@ -178,8 +180,8 @@ def _check_metric(name: str, value: object) -> None:
         raise TaskError(
             f"metrics() returned one number for {name!r}, which would differ between the batches of "
             "ranks; return a value for each sample, such as output.argmax(-1) == batch[1], so that "
-            "Paceline takes the mean over the split, or an accumulator (paceline.metrics) if the metric "
-            "is not a mean"
+            "Paceline takes the mean over the split, or an accumulator (paceline.metrics, torchmetrics) if "
+            "the metric is not a mean"
         )
 
 

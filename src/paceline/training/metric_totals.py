@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.errors import TaskError
 from paceline.metrics import Accumulator
 from paceline.plan.plan import ResolvedPlan
+from paceline.training.torchmetrics_adapter import class_name
 from paceline.user_code import UserCode
 
 MAX_VALUES = 10_000  # of one metric: they are written to a line of events.jsonl
@@ -32,7 +33,7 @@ class AccumulatedMetrics:
         """
         if value._is_returned:
             raise TaskError(
-                f"metrics() returned the same {type(value).__name__} object for {name!r} again, which still "
+                f"metrics() returned the same {class_name(value)} object for {name!r} again, which still "
                 "has the samples of an earlier batch; create a new one in each call of metrics()"
             )
         object.__setattr__(value, "_is_returned", True)  # it may be a frozen dataclass
