@@ -28,7 +28,7 @@ FUNCTIONS = {
     "describe": "spec task=None",
     "evaluate": "run split=validation checkpoint=last *ranks=None *plan=None *batch=None *device=None",
 }
-CLASSES = {"Cluster", "Layout", "Plan", "RunFolder", "Spec", "Task", "World"}
+CLASSES = {"Cluster", "Layout", "Plan", "Ragged", "RunFolder", "Spec", "Task", "World"}
 
 
 def signature(function) -> str:

@@ -27,6 +27,7 @@ The command line starts the processes: `paceline train mine.py:Mine --ranks 4 --
     evaluate       the metrics of a checkpoint of a run on any split
     describe       what planning knows of a model
     Task, Layout   what to train, and how its model may be split
+    Ragged         tensors of different lengths in a batch, to be padded
     Spec, Plan     length, batch and optimizer; the layout over ranks
     Cluster        facts of the machines; World: which rank this process is; RunFolder: files of a run
     Event          base of Started, Step, Profiled, Evaluated, Saved, Failed, Stalled, Ended
@@ -41,6 +42,7 @@ from paceline.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from paceline.cluster.facts import Cluster as Cluster
+    from paceline.data.ragged import Ragged as Ragged
     from paceline.distributed.world import World as World
     from paceline.errors import BenchError as BenchError
     from paceline.errors import CheckpointError as CheckpointError
@@ -92,6 +94,7 @@ _PLACES = {
     "Plan": "plan.plan",
     "PlanError": "errors",
     "Profiled": "events",
+    "Ragged": "data.ragged",
     "RankError": "errors",
     "RunError": "errors",
     "RunFolder": "run",
@@ -127,6 +130,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Profiled",
+    "Ragged",
     "RankError",
     "RunError",
     "RunFolder",

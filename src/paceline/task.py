@@ -112,10 +112,10 @@ class Task:
     def collate(self, samples: list[Any]) -> Any:
         """Return the batch that these samples make. The default is torch's `default_collate`.
 
-        Define it if samples have different shapes, for example to pad them, or are not tensors. The first
-        dim of tensors must count the samples. `samples` is one rank's part of a micro-batch, so the
-        result must not depend on which samples it has together, except for padding. Random numbers are
-        an error if the plan divides the batch; draw them in `[i]` of the dataset.
+        Define it if samples have different shapes or are not tensors. The first dim of tensors must count
+        the samples. `paceline.Ragged` pads tensors of different shapes. `samples` is one rank's part of a
+        micro-batch, so the result must not depend on which samples it has together. Random numbers are an
+        error if the plan divides the batch; draw them in `[i]` of the dataset.
 
         It runs where samples are read, which may be a worker process. The batch is on the CPU.
         """

@@ -11,32 +11,34 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
 
-def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], batch: Any, *leaves: type) -> Any:
     """Return a copy of a batch with `function` applied to each of its leaves.
 
     Tuples, named tuples, lists, dicts and other mappings, dataclasses, and classes that are registered with
-    torch's pytree may be nested. Everything else is a leaf, and so is a PackedSequence.
+    torch's pytree may be nested. Everything else is a leaf, and so are a PackedSequence and `leaves`.
     """
-    if isinstance(batch, (Tensor, PackedSequence)):
+    if isinstance(batch, (Tensor, PackedSequence, *leaves)):
         return function(batch)
     if isinstance(batch, MutableMapping):
         changed: Any = copy.copy(batch)
         for key, value in batch.items():
-            changed[key] = map_leaves(function, value)
+            changed[key] = map_leaves(function, value, *leaves)
         return changed
     if isinstance(batch, list):
         changed = copy.copy(batch)
-        changed[:] = [map_leaves(function, item) for item in batch]
+        changed[:] = [map_leaves(function, item, *leaves) for item in batch]
         return changed
     if type(batch) is tuple or (isinstance(batch, tuple) and hasattr(batch, "_make")):
-        items = [map_leaves(function, item) for item in batch]
+        items = [map_leaves(function, item, *leaves) for item in batch]
         return batch._make(items) if hasattr(batch, "_make") else tuple(items)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         # Not dataclasses.replace: it would call the constructor, which may check or change its arguments.
         changed = copy.copy(batch)
         for field in dataclasses.fields(batch):
             if hasattr(batch, field.name):
-                object.__setattr__(changed, field.name, map_leaves(function, getattr(batch, field.name)))
+                object.__setattr__(
+                    changed, field.name, map_leaves(function, getattr(batch, field.name), *leaves)
+                )
         return changed
     return tree_map(function, batch)
 

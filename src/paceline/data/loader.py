@@ -5,6 +5,7 @@ the numbers s·batch to (s+1)·batch - 1, for any number of ranks. They are divi
 each micro-batch into one contiguous slice per rank.
 """
 
+import contextlib
 import itertools
 import math
 import traceback
@@ -18,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from paceline.data.batch import cast_floats, find_tensors, move
+from paceline.data.ragged import Agree, pad_each, pad_together
 from paceline.data.workers import ForkedReaders, survive_one_signal
 from paceline.distributed.rng import (
     FIXED_SEED,
@@ -144,8 +146,9 @@ def validation_parts(samples: int, batch: int, rank: int, ranks: int) -> Iterato
     All ranks have the same number of batches, some of which may be empty.
     """
     share = -(-batch // ranks)
-    for begin in range(0, samples, share * ranks):
-        yield list(range(min(begin + rank * share, samples), min(begin + (rank + 1) * share, samples)))
+    for begin in range(0, samples, batch):
+        end = min(begin + batch, samples)
+        yield list(range(min(begin + rank * share, end), min(begin + (rank + 1) * share, end)))
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,8 @@ class Samples:
             if isinstance(error, KeyboardInterrupt) and is_passed_through(error):
                 raise
             return FailedSample(self._describe_failure(error), traceback.format_exc())
+        if self.collate is not None:
+            batch = pad_each(batch)
         return cast_floats(batch, self.floats) if self.floats is not None else batch
 
     def _describe_failure(self, error: BaseException) -> str:
@@ -354,13 +359,33 @@ def batches(
     device: torch.device,
     workers: int,
     prefetch: int,
+    together: int = 1,
+    agree: Agree = list,
 ) -> Generator[Batch]:
     """Yield the batches of `parts` on `device`, read ahead. Raises DataError if a sample cannot be read.
 
     parts: (numbers, indices) of each batch, as `training_parts` yields them.
     workers: number of processes that read; 0: this process reads.
     prefetch: number of batches that each worker reads ahead.
+    together: number of batches in a row that are padded to the same shapes.
+    agree: a collective that lets ranks agree on these shapes.
     """
+    source = _read_batches(samples, parts, device, workers, prefetch)
+    if samples.collate is None:
+        yield from source
+        return
+    with contextlib.closing(source):
+        while few := list(itertools.islice(source, together)):
+            yield from pad_together(few, agree)
+
+
+def _read_batches(
+    samples: Samples,
+    parts: Iterable[tuple[list[int], list[int]]],
+    device: torch.device,
+    workers: int,
+    prefetch: int,
+) -> Generator[Batch]:
     if not workers and device.type != "cuda":
         yield from _check(map(samples.__getitem__, parts))
         return

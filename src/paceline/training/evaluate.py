@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.data.loader import Batch, Samples, batches, validation_parts
+from paceline.data.ragged import agree_on_longest
 from paceline.doctor.heartbeat import EVALUATE
 from paceline.errors import TaskError
 from paceline.events import Evaluated
@@ -91,16 +92,17 @@ def evaluate(
     """
     device = update.device
     mine = list(validation_parts(samples.count, batch, update.place.dp, update.data_ranks))
-    # Under a sharded plan the forward pass is a collective: a rank without samples takes part with sample 0,
-    # which is not counted.
-    parts = [(numbers or [0], numbers or [0]) for numbers in mine]
+    # Under a sharded plan the forward pass is a collective: a rank without samples takes part with the first
+    # sample of the batch, which is not counted.
+    begins = range(0, samples.count, batch)
+    parts = [(numbers or [begin], numbers or [begin]) for begin, numbers in zip(begins, mine, strict=True)]
     sums: dict[str, Tensor] = {}
     accumulated = AccumulatedMetrics()
     names: dict[str, bool] = {}  # of all values in their order, and whether they are accumulators
     update.model.eval()
     update.on_phase(EVALUATE)
     agreement = _StopAgreement(stop, device, group)
-    source = batches(samples, parts, device, workers, prefetch)
+    source = batches(samples, parts, device, workers, prefetch, agree=agree_on_longest(group, device))
     try:
         for numbers, data in zip(mine, source, strict=True):
             update.on_phase(EVALUATE)

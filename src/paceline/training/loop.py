@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline import task as tasks
 from paceline.data.loader import Batch, batches, training_parts
+from paceline.data.ragged import agree_on_longest
 from paceline.distributed import mesh
 from paceline.distributed.process_group import (
     SAVE_TIMEOUT_S,
@@ -243,7 +244,15 @@ class TrainingLoop:
                 yield from self._save()
             self._set_timeout(start_timeout_s(self.spec.timeout_s))
         parts = training_parts(self.batch_slice, self.data.samples, self.spec.seed, self.first, self.total)
-        source = batches(self.data.training, parts, self.device, self.workers, self.spec.data.prefetch)
+        source = batches(
+            self.data.training,
+            parts,
+            self.device,
+            self.workers,
+            self.spec.data.prefetch,
+            self.batch_slice.microbatches,
+            agree_on_longest(None, self.device),
+        )
         with contextlib.closing(source), contextlib.closing(self.profiler):
             yield from self._run_steps(source)
         yield from self.checkpoints.finish(self.step, self.total, self.evaluator.metrics_at(self.step))

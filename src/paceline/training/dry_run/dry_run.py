@@ -178,7 +178,7 @@ def _load_microbatches(spec: Spec, plan: ResolvedPlan, world: World, task: Task)
         0,
         1,
     )
-    return list(batches(samples, parts, CPU, workers=0, prefetch=1))
+    return list(batches(samples, parts, CPU, 0, 1, plan.microbatches))
 
 
 @contextlib.contextmanager

@@ -100,6 +100,8 @@ def train_against_servers(
 class _NoSamples:
     """The training samples of a server, which reads none."""
 
+    collate = None
+
     def __getitem__(self, part: object) -> None:
         return None
 

@@ -72,7 +72,9 @@ class Worker:
         pushing = None
         # Gradients are sent while the next are computed. If the next weights depend on them, `_pull` waits.
         with (
-            contextlib.closing(batches(training, parts, device, readers, spec.data.prefetch)) as source,
+            contextlib.closing(
+                batches(training, parts, device, readers, spec.data.prefetch, self.plan.microbatches)
+            ) as source,
             ThreadPoolExecutor(1) as sender,
         ):
             for step in range(first, total):
