@@ -22,7 +22,8 @@ ERRORS = {
     *("RunError", "CheckpointError", "DivergedError", "RankError", "BenchError"),
 }
 FUNCTIONS = {
-    "train": "spec plan=None world=None *task=None *run=None *device=None *stop=None *observe=None *notes=()",
+    "train": "spec plan=None world=None *task=None *run=None *device=None *stop=None *observe=None *notes=()"
+    " *elapsed_s=0.0",
     "find_plans": "spec ranks=None cluster=None *plan=None *task=None *tokens=None *price=None",
     "verify_plan": "spec plan ranks=2 *task=None *steps=3 *timeout_s=120.0",
     "describe": "spec task=None",

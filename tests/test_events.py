@@ -48,7 +48,7 @@ ALL: list[Event] = [
     Saved(step=1, path="ckpt/step_1", bytes=2**40, seconds=1.0, blocked_s=0.1),
     Failed(what="run", message='a\nb\t"c"', step=1, rank=3, lost_peer=True, meant=True),
     Stalled(step=1, ranks=(1, 3), message="rank 1 is stopped; rank 3 too"),
-    Ended(step=1, reason="done", communication=0.25),
+    Ended(step=1, reason="done", why="validation loss 0.1 reached stop.target=0.2", communication=0.25),
 ]
 
 

@@ -18,6 +18,7 @@ from paceline.spec import (
     Save,
     Schedule,
     Spec,
+    Stop,
     build,
     load,
     parse_overrides,
@@ -37,6 +38,7 @@ FULL = Spec(
     evaluate_every=3,
     threads=2,
     timeout_s=5.5,
+    max_time="1h30m",
     optimizer=Optimizer(
         name="sgd",
         lr=0.1 + 0.2,
@@ -49,6 +51,7 @@ FULL = Spec(
     ),
     schedule=Schedule(name="step", warmup=10, every=100, factor=0.5, floor=0.1),
     save=Save(every=5, minutes=0.5, keep=3, best="max accuracy"),
+    stop=Stop(metric="max accuracy", patience=3, min_delta=0.1, target=0.9),
     data=Loading(workers=2, prefetch=4),
 )
 
@@ -165,6 +168,8 @@ def test_set_reaches_every_key(tmp_path):
     values = {
         "optimizer.betas": "[0.8, 0.9]",
         "save.best": "max f1",
+        "stop.metric": "max f1",
+        "spec.max_time": "90m",
         "spec.least_nodes": 1,
         "schedule.every": 7,
         "spec.seed": 7,
@@ -178,7 +183,12 @@ def test_set_reaches_every_key(tmp_path):
         text = values.get(name) or {"bool": "true", "str": "runs/x"}.get(
             kind, "1" if "float" in kind or "int" in kind else kind.split()[-1]
         )
-        more = {"schedule.every": ["schedule.name=step"], "schedule.name": ["schedule.every=3"]}.get(name, [])
+        more = {
+            "schedule.every": ["schedule.name=step"],
+            "schedule.name": ["schedule.every=3"],
+            "stop.metric": ["stop.target=1"],
+            "stop.min_delta": ["stop.patience=1"],
+        }.get(name, [])
         request = load(None, parse_overrides([f"{name}={text}", *more]))
         held = {**request[1].model_dump(), **request[0].model_dump()}
         for part in name.removeprefix("spec.").split("."):
@@ -247,6 +257,19 @@ def test_malformed_overrides_are_refused(item):
         ),
         ("[schedule]\nfloor = 1.5", "schedule.floor must be less than or equal to 1, got 1.5"),
         ('[save]\nbest = "accuracy"', "save.best must be 'min NAME' or 'max NAME', got 'accuracy'"),
+        ('[stop]\nmetric = "loss"\npatience = 3', "stop.metric must be 'min NAME' or 'max NAME', got 'loss'"),
+        (
+            '[stop]\nmetric = "min loss"',
+            "stop.metric='min loss' requires stop.patience (evaluations without a better metric) or "
+            "stop.target (a value of the metric)",
+        ),
+        (
+            "[stop]\nmin_delta = 0.5",
+            "stop.min_delta=0.5 requires stop.patience, the number of evaluations without such a change",
+        ),
+        ("[stop]\npatience = 0", "stop.patience must be greater than or equal to 1, got 0"),
+        ("max_time = 90", "max_time must be a duration such as '90m', '1h30m' or '2d', got 90"),
+        ('max_time = "0s"', "max_time must be a duration such as '90m', '1h30m' or '2d', got '0s'"),
         ("[save]\nkeep = 0", "save.keep must be greater than or equal to 1, got 0"),
         ("[data]\nworkers = -1", "data.workers must be greater than or equal to 0, got -1"),
         ("epochs = 1.0\nsteps = 5", "epochs=1 and steps=5 contradict each other; specify either of them"),

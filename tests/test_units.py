@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.units import format_bytes, format_count, format_seconds, parse_bytes
+from paceline.units import format_bytes, format_count, format_seconds, parse_bytes, parse_duration_s
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,17 @@ def test_format_seconds(seconds, text):
 )
 def test_format_count(count, text):
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90m", 5400), ("1h30m", 5400), ("1.5h", 5400), ("2d", 172800), ("45s", 45), ("1d1s", 86401)],
+)
+def test_parse_duration(text, seconds):
+    assert parse_duration_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "90", "0s", "-1h", "30m1h", "1 h", "h", "1h30", "nan", "\u0661h"])
+def test_other_durations_are_refused(text):
+    with pytest.raises(ValueError, match="is not a duration"):
+        parse_duration_s(text)

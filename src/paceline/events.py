@@ -221,15 +221,21 @@ class Ended(Event):
     """The training ended: it is complete, or was stopped. The last event of a run.
 
     step           the last step done
-    reason         "done" or "stopped"
+    reason         "done" (also if a metric ended it before its length) or "stopped" (`resume` continues)
+    why            a sentence, if a metric or max_time ended it; else empty
     communication  share of the step time spent waiting for other ranks, if the engine reports it
     lead           parameter server: the most steps by which a worker was ahead of the slowest
     """
 
     step: int
     reason: str
+    why: str = ""
     communication: float | None = None
     lead: int | None = None
+
+    def describe(self) -> str:
+        """Return how the training ended, such as `stopped at step 20: max_time=2h is over`."""
+        return f"{self.reason} at step {self.step}" + (f": {self.why}" if self.why else "")
 
 
 KINDS: dict[str, type[Event]] = {

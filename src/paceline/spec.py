@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from paceline.errors import SpecError
+from paceline.units import parse_duration_s
 
 DEFAULT_EPOCHS = 20
 LENGTH = re.compile(r"\d{1,12}(\.\d{1,6})? (sample|step|epoch)s?", re.ASCII)
@@ -64,6 +65,12 @@ def _find_texts(value: Any) -> Iterator[str]:
         yield from (text for pair in value.items() for item in pair for text in _find_texts(item))
     elif isinstance(value, tuple):
         yield from (text for item in value for text in _find_texts(item))
+
+
+def check_direction(key: str, metric: str) -> None:
+    """Raise ValueError if the metric of this key is not such as "min loss"."""
+    if not re.fullmatch(r"(min|max) \S+", metric):
+        raise ValueError(f"{key} must be 'min NAME' or 'max NAME', got {abbreviate(metric)}")
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -186,9 +193,52 @@ class Save(Value):
 
     @model_validator(mode="after")
     def _best_is_a_direction(self) -> Self:
-        if not re.fullmatch(r"(min|max) \S+", self.best):
-            raise ValueError(f"save.best must be 'min NAME' or 'max NAME', got {self.best!r}")
+        check_direction("save.best", self.best)
         return self
+
+
+class Stop(Value):
+    """When a training ends before its length, by a metric of its evaluations. All ranks end at the same step.
+
+    Stop(metric="max accuracy", patience=3, min_delta=0.001, target=0.98)
+    """
+
+    metric: str | None = Field(
+        default=None, description="metric that decides: min NAME or max NAME [default: that of save.best]"
+    )
+    patience: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_INT,
+        description="end after this many evaluations in a row without a better metric [default: never]",
+    )
+    min_delta: float = Field(
+        default=0.0, ge=0, description="least change of the metric that counts as better; with patience only"
+    )
+    target: float | None = Field(
+        default=None, description="end when the metric reaches this value [default: never]"
+    )
+
+    @model_validator(mode="after")
+    def _metric_has_a_use(self) -> Self:
+        if self.metric is not None:
+            check_direction("stop.metric", self.metric)
+            if not self.is_active:
+                raise ValueError(
+                    f"stop.metric={self.metric!r} requires stop.patience (evaluations without a better "
+                    "metric) or stop.target (a value of the metric)"
+                )
+        if self.min_delta and self.patience is None:
+            raise ValueError(
+                f"stop.min_delta={self.min_delta:g} requires stop.patience, the number of evaluations "
+                "without such a change"
+            )
+        return self
+
+    @property
+    def is_active(self) -> bool:
+        """Whether an evaluation may end the training."""
+        return self.patience is not None or self.target is not None
 
 
 class Loading(Value):
@@ -214,9 +264,9 @@ class Spec(Value):
         for event in train(spec, "zero3"):
             print(event)
 
-    `paceline.spec` has Optimizer, Schedule, Save and Loading, and also Launch: how the ranks are started.
-    A wrong type, a value out of range and an unknown key raise pydantic's ValidationError, which is a
-    ValueError. A task that is not a string raises SpecError.
+    `paceline.spec` has Optimizer, Schedule, Save, Stop and Loading, and also Launch: how the ranks are
+    started. A wrong type, a value out of range and an unknown key raise pydantic's ValidationError, which
+    is a ValueError. A task that is not a string raises SpecError.
     """
 
     task: str = Field(
@@ -278,10 +328,28 @@ class Spec(Value):
         le=1e6,
         description="seconds that a rank waits for another; at least 600 until all have made a step",
     )
+    max_time: str | None = Field(
+        default=None,
+        description="wall time after which a start of the training saves and stops, such as 90m or 1h30m; "
+        "paceline resume continues [default: no limit]",
+    )
     optimizer: Optimizer = Field(default=Optimizer(), description="an Optimizer: name, lr and so on")
     schedule: Schedule = Field(default=Schedule(), description="a Schedule: the course of the learning rate")
     save: Save = Field(default=Save(), description="a Save: when to write checkpoints")
+    stop: Stop = Field(default=Stop(), description="a Stop: when a metric ends the training")
     data: Loading = Field(default=Loading(), description="a Loading: how samples are read")
+
+    @field_validator("max_time", mode="before")
+    @classmethod
+    def _max_time_is_a_duration(cls, value: Any) -> Any:
+        try:
+            if value is not None:
+                parse_duration_s(str(value))
+        except ValueError:
+            raise ValueError(
+                f"max_time must be a duration such as '90m', '1h30m' or '2d', got {abbreviate(value)}"
+            ) from None
+        return value
 
     @field_validator("task", mode="before")
     @classmethod

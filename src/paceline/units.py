@@ -62,6 +62,27 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+_DURATION = re.compile(
+    r"(?=\d)" + "".join(rf"(?:(\d{{1,6}}(?:\.\d{{1,6}})?){unit})?" for unit in "dhms"), re.ASCII
+)
+
+
+def parse_duration_s(text: str) -> float:
+    """Return the seconds that a text specifies: `"90m"` -> 5400.0, `"1h30m"` -> 5400.0. Raises ValueError."""
+    match = _DURATION.fullmatch(text)
+    seconds = (
+        sum(
+            float(number or 0) * unit_s
+            for number, unit_s in zip(match.groups(), (86400, 3600, 60, 1), strict=True)
+        )
+        if match
+        else 0.0
+    )
+    if not seconds:
+        raise ValueError(f"{text!r} is not a duration; write it as '90m', '1h30m' or '2d'")
+    return seconds
+
+
 def format_count(count: float) -> str:
     """Return a count as text with three digits: 1234567 -> `"1.23 M"`."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

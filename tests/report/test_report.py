@@ -179,6 +179,10 @@ def test_failures_are_shown():
         ),
         (Ended(step=3, reason="stopped"), "step 3  stopped"),
         (
+            Ended(step=3, reason="stopped", why="max_time=2h is over"),
+            "step 3  stopped: max_time=2h is over",
+        ),
+        (
             started(5),
             "my.py:Points with 151 k parameters: from step 5 to step 20, "
             "batch 10 of 1,437 samples; plan zero3 on 2 ranks, cpu, fp32, 1 thread each",

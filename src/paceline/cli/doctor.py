@@ -61,7 +61,7 @@ def _describe_end(summary: "Summary", folder: RunFolder) -> str:
 
         return "it has not started yet" if folder.is_locked() else describe_run(folder, summary)
     if summary.ended is not None:
-        return f"it was {summary.ended.reason} at step {summary.ended.step}"
+        return f"it was {summary.ended.describe()}"
     causes = [failure for failure in summary.failures if failure.what == "run" and not failure.lost_peer]
     cause = f" ({causes[-1].message})" if causes else ""
     progress = f"step {summary.steps} of {summary.started.steps}"

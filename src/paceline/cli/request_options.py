@@ -92,6 +92,14 @@ def build_request(
         int | None,
         Option(help="Length of the training in steps, instead of --epochs.", rich_help_panel=TRAINING),
     ] = None,
+    patience: Annotated[
+        int | None,
+        Option(
+            help="End after this many evaluations in a row without a better metric; the metric is that of "
+            "stop.metric, or of save.best [default: train to the length]",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
     lr: Annotated[
         float | None, Option(help="Learning rate [default: 0.001]", rich_help_panel=TRAINING)
     ] = None,
@@ -178,6 +186,14 @@ def build_request(
             help="Number of recent checkpoints to keep, besides the best [default: 2]", rich_help_panel=RUN
         ),
     ] = None,
+    max_time: Annotated[
+        str | None,
+        Option(
+            help="Wall time after which the training saves and stops, such as 90m or 1h30m; paceline resume "
+            "continues [default: no limit]",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
     workers: Annotated[
         int | None,
         Option(
@@ -224,6 +240,8 @@ def build_request(
         "batch": batch,
         "epochs": epochs,
         "steps": steps,
+        "max_time": max_time,
+        "stop.patience": patience,
         "seed": seed,
         "precision": precision,
         "compile": compile,

@@ -1,6 +1,7 @@
 """paceline resume: continue a run, also on another number of ranks or under another plan."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,21 @@ def resume(
     lr: Annotated[
         float | None, typer.Option(help="Learning rate for the remaining steps [default: as before]")
     ] = None,
+    max_time: Annotated[
+        str | None,
+        typer.Option(
+            help="Wall time after which the run saves and stops again, such as 90m [default: as before]"
+        ),
+    ] = None,
+    patience: Annotated[
+        int | None,
+        typer.Option(
+            help="End after this many evaluations in a row without a better metric [default: as before]"
+        ),
+    ] = None,
+    target: Annotated[
+        float | None, typer.Option(help="End when the metric reaches this value [default: as before]")
+    ] = None,
     profile: Annotated[
         bool | None, typer.Option("--profile/--no-profile", help="Profile some steps [default: as before]")
     ] = None,
@@ -54,7 +70,8 @@ def resume(
 ) -> None:
     """Continue a run from its last complete checkpoint.
 
-    It ends at the requested length, or at that of --epochs or --steps.
+    It ends at the requested length, or at that of --epochs or --steps. A run that a metric ended continues
+    with a larger --patience or another --target.
     """
     from paceline.cli.request_options import parse_nodes
     from paceline.run import open_run
@@ -68,6 +85,9 @@ def resume(
         "epochs": epochs,
         "steps": steps,
         "optimizer.lr": lr,
+        "max_time": max_time,
+        "stop.patience": patience,
+        "stop.target": target,
         "profile": profile,
         "device": device,
         "restarts": restarts,
@@ -106,10 +126,10 @@ def resume_run(
         launch = replan(spec, before, launch)
     announce_start(me)
     launch = check_launch(spec, launch, me)
-    if (step := find_final_step(folder, spec)) is not None:
-        message = f"{folder.path} is done: it was trained to step {step}"
+    if (final := find_final_step(folder, spec)) is not None:
+        message = f"{folder.path} is done: {final}"
         if not is_restart:
-            raise RunError(f"{message}; train longer with --epochs or --steps")
+            raise RunError(f"{message}; train longer with {final.options}")
         if me.rank == 0:
             print(message)
         return
@@ -123,20 +143,44 @@ def resume_run(
             folder.next_spec.unlink(missing_ok=True)
 
 
-def find_final_step(folder: RunFolder, spec: Spec) -> int | None:
-    """Return the last step of a run that is complete and whose last checkpoint is intact, else None."""
+@dataclass(frozen=True)
+class FinalStep:
+    """The last step of a run that is complete."""
+
+    step: int
+    why: str  # if a metric ended the run before its length
+
+    def __str__(self) -> str:
+        return f"it was trained to step {self.step}" + (f" ({self.why})" if self.why else "")
+
+    @property
+    def options(self) -> str:
+        """The options with which `paceline resume` trains longer."""
+        return "--patience or --target" if self.why else "--epochs or --steps"
+
+
+def find_final_step(folder: RunFolder, spec: Spec) -> FinalStep | None:
+    """Return the last step of a run that is complete and whose last checkpoint is intact, else None.
+
+    spec: the request to continue with. It may need more steps than the run was trained for.
+    """
     from paceline.report.run_view import glance
 
     summary = glance(folder).summary
     started, ended = summary.started, summary.ended
     last_step = max(folder.checkpoints(), default=0)
-    if (
-        started is None
-        or last_step < spec.total_steps(started.samples)
-        or (ended is not None and ended.reason == "stopped")
-    ):
+    if started is None or (ended is not None and ended.reason == "stopped"):
+        return None
+    is_short = last_step < spec.total_steps(started.samples)
+    if is_short and (ended is None or not ended.why):
         return None
     from paceline.training.checkpoint.save import find_last_complete
+    from paceline.training.stop_policy import explain_stop
 
-    path, _, _ = find_last_complete(folder)
-    return last_step if path == folder.checkpoint(last_step) else None
+    path, index, _ = find_last_complete(folder)
+    if path != folder.checkpoint(last_step) or index is None:
+        return None
+    if not is_short:
+        return FinalStep(last_step, "")
+    why = explain_stop(spec, index.stop, index.metrics)
+    return FinalStep(last_step, why) if why is not None else None

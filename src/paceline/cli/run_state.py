@@ -10,9 +10,7 @@ def describe_run(run: RunFolder, summary: Summary) -> str:
     """Return the state of a run by its files and its lock."""
     hint = f"continue with: paceline resume {run.path}"
     if summary.ended is not None:
-        return f"{summary.ended.reason} at step {summary.ended.step}" + (
-            f"; {hint}" if summary.ended.reason == "stopped" else ""
-        )
+        return summary.ended.describe() + (f"; {hint}" if summary.ended.reason == "stopped" else "")
     if summary.started is None:
         return (
             f"after step {summary.steps}; the event of its start is damaged; {hint}"

@@ -7,7 +7,7 @@ from paceline.cluster.limits import usable_cores
 from paceline.drill.faults import choose_save_every
 from paceline.drill.training import PACE, SAMPLE_LOG
 from paceline.plan.plan import ResolvedPlan
-from paceline.spec import Launch, Spec
+from paceline.spec import Launch, Spec, Stop
 
 TASK, REQUEST = "sample_log_task.py", "request.toml"
 SOURCE = '''"""The task of a drill."""
@@ -52,6 +52,8 @@ def write_request(
         "task": f"{folder / TASK}:{name}",
         "profile": False,
         "save": save,
+        "max_time": None,
+        "stop": Stop(),
         "timeout_s": timeout_s or spec.timeout_s,
     }
     specs.save(folder / REQUEST, spec.model_copy(update=changes), launch)

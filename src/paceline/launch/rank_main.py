@@ -205,8 +205,19 @@ def _train_recorded(
             if launch.plan is not None:
                 plan = AUTO if launch.plan == AUTO else parse(launch.plan)
             notes = (launch.chosen,) if launch.chosen is not None else ()
-            start_s = _measure_start(*((None, None) if world.restart else (interrupt.launcher, importer)))
-            for event in train(spec, plan, world, run=run, device=launch.device, stop=stop, notes=notes):
+            start_s = _measure_start(interrupt.launcher, importer)
+            elapsed_s = sum(start_s.values())  # since the command: max_time includes what a restart repeats
+            start_s = _measure_start(None, None) if world.restart else start_s
+            for event in train(
+                spec,
+                plan,
+                world,
+                run=run,
+                device=launch.device,
+                stop=stop,
+                notes=notes,
+                elapsed_s=elapsed_s,
+            ):
                 if isinstance(event, Started):
                     event = replace(event, start_s={**start_s, **event.start_s})
                 if world.rank == 0:

@@ -38,7 +38,7 @@ def format_event(event: Event, lr_group: str = "") -> str:
         case Stalled():
             return f"step {event.step}  stalled: {event.message}"
         case Ended():
-            return f"step {event.step}  {event.reason}"
+            return f"step {event.step}  {event.reason}" + (f": {event.why}" if event.why else "")
     return type(event).__name__.lower()
 
 
@@ -98,6 +98,8 @@ def build_closing_table(summary: Summary) -> RenderableType:
             f"step {last.step}, {format_bytes(last.bytes)}, "
             f"training was blocked for {format_seconds(last.blocked_s)}",
         )
+    if summary.ended is not None and summary.ended.why:
+        table.add_row("end", Text(summary.ended.describe()))
     notes = [
         Text(f"note: {note}", style="yellow") for note in (summary.started.notes if summary.started else ())
     ]

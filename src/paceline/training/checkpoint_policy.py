@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from paceline.doctor.heartbeat import SAVE
 from paceline.doctor.heartbeat_writer import HeartbeatWriter
-from paceline.errors import CheckpointError, SpecError
+from paceline.errors import CheckpointError
 from paceline.events import Event, Failed, Saved
 from paceline.run import RunFolder
-from paceline.spec import suggest
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_identity
 from paceline.training.resume import resume
 from paceline.training.setup import PreparedTraining, RankContext
+from paceline.training.stop_policy import StopState, read_score
 
 
 class CheckpointPolicy:
@@ -85,21 +85,16 @@ class CheckpointPolicy:
 
         Raises SpecError if `save.best` is none of them.
         """
-        direction, name = self.spec.save.best.split()
-        if name not in metrics:
-            raise SpecError(
-                f"save.best={self.spec.save.best!r}, but the evaluation has no {name}{suggest(name, metrics)}"
-            )
-        score = metrics[name] if direction == "min" else -metrics[name]
+        score = read_score(metrics, self.spec.save.best, "save.best")
         if math.isnan(score) or (self.best is not None and score >= self.best):
             return False
         self.best = score
         return self.saver is not None
 
-    def save(self, step: int, metrics: Mapping[str, float]) -> Iterator[Event]:
+    def save(self, step: int, metrics: Mapping[str, float], stop: StopState | None = None) -> Iterator[Event]:
         """Start to save the state after `step` steps, once the save before is done.
 
-        metrics: of this step.
+        metrics: of this step. stop: of the evaluations so far.
         """
         assert self.saver is not None
         yield from self.report(wait=True)
@@ -118,6 +113,7 @@ class CheckpointPolicy:
             own=bool(rank_state),
             loss_scale=dataclasses.asdict(loss_scale) if loss_scale is not None else None,
             metrics=metrics,
+            stop=stop if self.spec.stop.is_active else None,
             identity=describe_identity(self.spec, context.task, prepared.modules, prepared.step.optimizer),
             **checkpoint.describe_model(prepared.model),
         )
@@ -153,7 +149,9 @@ class CheckpointPolicy:
             blocked_s=result.blocked_s,
         )
 
-    def finish(self, step: int, total: int, metrics: Mapping[str, float]) -> Iterator[Event]:
+    def finish(
+        self, step: int, total: int, metrics: Mapping[str, float], stop: StopState | None = None
+    ) -> Iterator[Event]:
         """Save the last of `total` steps that was done, if it is not saved, and wait for it.
 
         Raises CheckpointError if it was not written.
@@ -161,7 +159,7 @@ class CheckpointPolicy:
         if self.saver is None:
             return
         if self._saved_step != step:
-            yield from self.save(step, metrics)
+            yield from self.save(step, metrics, stop)
         yield from self.report(wait=True)
         self.saver.close()
         if self._failure is not None:

@@ -54,7 +54,9 @@ from paceline.training.setup import (
 )
 from paceline.training.step import TrainingStep
 from paceline.training.step_metrics import ControlFlags, LaunchedStep, MetricsReducer, StepMetrics
+from paceline.training.stop_policy import StopPolicy, check_stop
 from paceline.training.torch_settings import ineffective_options, set_free_threads, torch_settings
+from paceline.units import parse_duration_s
 
 
 def train(
@@ -68,6 +70,7 @@ def train(
     stop: Callable[[], bool] | None = None,
     observe: Callable[[nn.Module, str, int], None] | None = None,
     notes: Sequence[str] = (),
+    elapsed_s: float = 0.0,
 ) -> Generator[Event]:
     """Train as `spec` and `plan` say, and yield an event for each thing that happens.
 
@@ -85,14 +88,15 @@ def train(
     observe: called on every rank with the distributed model, and with ("gradients", step) before or
     ("weights", step) after each update.
     notes: sentences to report at the start.
+    elapsed_s: the part of `spec.max_time` that passed before the first event was requested.
 
-    Raises PlanError, DataError, TaskError and CheckpointError before the first step, DivergedError if the
-    loss is not finite, and CheckpointError at the end if the last checkpoint could not be written.
+    Raises SpecError, PlanError, DataError, TaskError and CheckpointError before the first step, DivergedError
+    if the loss is not finite, and CheckpointError at the end if the last checkpoint could not be written.
     """
     world = world if world is not None else read_world()
     stop = stop if stop is not None else (lambda: False)
     plan = _parse_plan(plan, world)
-    clock = StartClock()
+    clock, began = StartClock(), time.monotonic() - elapsed_s
     with contextlib.ExitStack() as stack:
         heartbeat = stack.enter_context(
             HeartbeatWriter(run, world.rank, world.size, start_timeout_s(spec.timeout_s), SAVE_TIMEOUT_S)
@@ -117,11 +121,20 @@ def train(
             choice = broadcast_choice(spec, task, world, device)
             plan, notes = choice.plan, (*notes, choice.why)
         context = RankContext(
-            spec, task, plan.resolve(world.size), str(plan), world, torch_device, run, ranks=world.size
+            spec,
+            task,
+            plan.resolve(world.size),
+            str(plan),
+            world,
+            torch_device,
+            run,
+            ranks=world.size,
+            deadline=began + parse_duration_s(spec.max_time) if spec.max_time is not None else None,
         )
         resolved = context.plan
         micro_batch_size(spec.batch, resolved)
         data = open_data(spec, task, resolved)
+        check_stop(spec, data.validation is not None)
         notes = (*notes, *check_ranks(task, world, data.lengths))
         notes = (*notes, *check_sample_count(data.samples, resolved, spec.batch))
         clock.mark("data")
@@ -208,7 +221,7 @@ class TrainingLoop:
         spec, world = context.spec, context.world
         self.context, self.spec, self.world, self.device = context, spec, world, context.device
         self.data, self.prepared, self.update = data, prepared, prepared.update
-        self.heartbeat, self.stop = heartbeat, stop
+        self.heartbeat = heartbeat
         self.total = spec.total_steps(data.samples)
         self.schedule = spec.schedule.in_samples(spec.batch, data.samples)
         check_schedule(self.schedule, self.total * spec.batch)
@@ -226,8 +239,8 @@ class TrainingLoop:
         self.first = self.step = self.checkpoints.resumed.step  # steps done: at the start, now
         self.metrics = MetricsReducer(world.size, context.device)
         self.last_loss: float | None = None
-        self.stop_requested = False  # of this rank
-        self.stopping = False  # all ranks agreed to stop
+        resumed = self.checkpoints.resumed
+        self.stopping = StopPolicy(spec, world.rank, stop, context.deadline, resumed.stop, resumed.metrics)
         self.profiler = StepProfiler(
             spec.profile, self.first, self.total, prepared, context.plan, world, context.device
         )
@@ -255,24 +268,31 @@ class TrainingLoop:
         )
         with contextlib.closing(source), contextlib.closing(self.profiler):
             yield from self._run_steps(source)
-        yield from self.checkpoints.finish(self.step, self.total, self.evaluator.metrics_at(self.step))
+        yield from self.checkpoints.finish(
+            self.step, self.total, self.evaluator.metrics_at(self.step), self.stopping.state
+        )
         if self.prepared.local is not None:
             self.prepared.local.average_()
         lacks_evaluation = self.evaluator.is_due(self.step) and self.evaluator.last_step != self.step
-        is_done = self.step == self.total and not (self.stopping and lacks_evaluation)
+        is_complete = self.step == self.total and not (self.stopping.is_stopping and lacks_evaluation)
+        is_done = is_complete or self.stopping.why is not None
+        why = self.stopping.why or ""
+        if not is_done:
+            why = self.stopping.explain_stopping(self.world.size, self.device)
         yield Ended(
             step=self.step,
             reason="done" if is_done else "stopped",
+            why=why,
             communication=exposed_communication(self.update.model, self.world.size),
         )
 
     def _run_steps(self, source: Iterator[Batch]) -> Iterator[Event]:
-        while self.step < self.total and not self.stopping:
+        while self.step < self.total and not self.stopping.is_over:
             self.profiler.begin(self.step)
             launched, finished = self._run_step(source)
             self.metrics.add(launched)
             yield from self.profiler.end(self.step, launched.data_s)
-            self.stop_requested |= self.stop()
+            self.stopping.poll()
             self.heartbeat.done(self.step)
             if self.metrics.is_due:
                 self._start_reduction()
@@ -281,7 +301,7 @@ class TrainingLoop:
                 self.evaluator.is_due(self.step),
                 self.checkpoints.take_due(self.step),
             )
-            if self.step == self.total or self.stopping or is_evaluation_due or is_save_due:
+            if self.step == self.total or self.stopping.is_stopping or is_evaluation_due or is_save_due:
                 yield from self._flush_metrics()
             if is_evaluation_due:
                 is_save_due = (yield from self._evaluate()) or is_save_due
@@ -341,14 +361,14 @@ class TrainingLoop:
         )
 
     def _start_reduction(self) -> None:
-        self.metrics.start(ControlFlags(stop=self.stop_requested, save=self.checkpoints.is_overdue()))
+        self.metrics.start(ControlFlags(stop=self.stopping.cause > 0, save=self.checkpoints.is_overdue()))
 
     def _finish_reduction(self) -> list[tuple[LaunchedStep, StepMetrics]]:
         """Return the steps whose reduction was started before, if any."""
         finished = self.metrics.finish()
         if finished is None:
             return []
-        self.stopping |= finished.flags.stop
+        self.stopping.is_stopping |= finished.flags.stop
         self.checkpoints.is_requested |= finished.flags.save
         self.profiler.add_measured_steps(finished.step_s, len(finished.steps))
         return finished.steps
@@ -378,17 +398,18 @@ class TrainingLoop:
         is_first = self.evaluator.last_step is None  # it may compile, one pipeline stage after the other
         if is_first:
             self._set_timeout(start_timeout_s(self.spec.timeout_s))
-        evaluated = self.evaluator.run(self.step, lambda: self.stop_requested or self.stop())
+        evaluated = self.evaluator.run(self.step, self.stopping.poll)
         if is_first:
             self._set_timeout(self.spec.timeout_s)
         if evaluated is None:
-            self.stopping = True
+            self.stopping.is_stopping = True
             return False
         yield evaluated
+        self.stopping.evaluated(self.step, evaluated.metrics)
         return self.checkpoints.is_new_best(evaluated.metrics)
 
     def _save(self) -> Iterator[Event]:
-        yield from self.checkpoints.save(self.step, self.evaluator.metrics_at(self.step))
+        yield from self.checkpoints.save(self.step, self.evaluator.metrics_at(self.step), self.stopping.state)
 
     def _set_timeout(self, seconds: float) -> None:
         """Limit how long ranks wait for each other, except in saves: these wait for the slowest disk."""

@@ -1,11 +1,13 @@
 """Resume a training from the last complete checkpoint of its run."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from paceline.errors import CheckpointError
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_changes, describe_identity
 from paceline.training.setup import PreparedTraining, RankContext
+from paceline.training.stop_policy import StopState, get_metric
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,8 @@ class ResumedState:
     best: float | None = None  # score of the best checkpoint, lower being better
     notes: tuple[str, ...] = ()
     evaluated: bool = True  # whether the checkpoint has the metrics of an evaluation
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the checkpoint's step
+    stop: StopState | None = None  # of the evaluations before
 
 
 def resume(context: RankContext, prepared: PreparedTraining, samples: int) -> ResumedState:
@@ -56,5 +60,10 @@ def resume(context: RankContext, prepared: PreparedTraining, samples: int) -> Re
     scale = prepared.update.loss_scale
     if scale is not None and index.loss_scale is not None:
         scale.scale, scale.good_steps = index.loss_scale["scale"], int(index.loss_scale["good_steps"])
+    metric = get_metric(spec)[1]
+    if spec.stop.patience is not None and (index.stop is None or index.stop.metric != metric):
+        notes.append(
+            f"stop.patience counts evaluations from step {index.step} on: {path} has no count for {metric}"
+        )
     best = checkpoint.read_best_score(run, spec.save.best)
-    return ResumedState(index.step, best, tuple(notes), bool(index.metrics))
+    return ResumedState(index.step, best, tuple(notes), bool(index.metrics), index.metrics, index.stop)

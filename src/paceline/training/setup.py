@@ -112,6 +112,7 @@ class RankContext:
     device: torch.device
     run: RunFolder | None  # where checkpoints go; None: none are written
     ranks: int  # that were started; a parameter server has more than `world`
+    deadline: float | None = None  # when max_time is over, by time.monotonic
 
     @property
     def batch_slice(self) -> RankBatchSlice:

@@ -12,7 +12,7 @@ from paceline import task as tasks
 from paceline.errors import PlanError, RankError, TaskError
 from paceline.launch.rank_pool import Ranks
 from paceline.plan.plan import Plan, ResolvedPlan, micro_batch_size
-from paceline.spec import Spec
+from paceline.spec import Spec, Stop
 from paceline.task import Task
 from paceline.verify.capture import (
     PlanObservation,
@@ -122,6 +122,8 @@ class Verification:
                 "batch_norm": "global",
                 "allow_local_loss": True,  # such a loss shows as a difference
                 "timeout_s": timeout_s,
+                "max_time": None,
+                "stop": Stop(),
                 "data": spec.data.model_copy(update={"workers": 0}),
             }
         )

@@ -22,9 +22,9 @@ def agent(run: Path) -> None:
 
     folder, me = open_run(run), read_world()
     spec, launch = folder.next_request()
-    if (step := find_final_step(folder, spec)) is not None:
+    if (final := find_final_step(folder, spec)) is not None:
         if me.rank == 0:
-            print(f"{folder.path} is done: it was trained to step {step}")
+            print(f"{folder.path} is done: {final}")
         return
     from paceline.launch.elastic.multi_node import start
 

@@ -40,6 +40,7 @@ from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
 from paceline.training.init.named_tensors import find_aliases, named_tensors
 from paceline.training.optimizer import balance_by_size, local_optimizer
+from paceline.training.stop_policy import StopState
 
 INDEX = "checkpoint.json"
 
@@ -61,6 +62,7 @@ class Index:
     own: bool = False  # whether it also has the state of each rank: local SGD
     loss_scale: Mapping[str, float] | None = None  # of fp16
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation
+    stop: StopState | None = None  # if a metric may end the training
     identity: Mapping[str, str] = field(default_factory=dict)  # as by describe_identity
     files: Mapping[str, list[int]] = field(default_factory=dict)  # name -> [bytes, CRC-32]
 

@@ -200,7 +200,7 @@ class Coordinator:
             elif isinstance(event, Ended):
                 # The loop counts the communication of this process alone, which is 0.
                 event = replace(event, lead=self.lead, communication=None)
-                self.end()
+                self.end(event.reason == "done")
             yield event
 
     def _make_failed_event(self, lost: _LostWorker) -> Failed:
@@ -216,9 +216,12 @@ class Coordinator:
         message += f"its part of each batch is left out from step {lost.step + 1} on"
         return Failed(what="worker", rank=rank, step=self.step, message=message)
 
-    def end(self) -> None:
-        """Tell all ranks that the training is over, and wait until they have received it."""
-        self._call_all(lambda _: Message("over"))
+    def end(self, is_done: bool) -> None:
+        """Tell all ranks that the training is over, and wait until they have received it.
+
+        is_done: because it is complete, not stopped.
+        """
+        self._call_all(lambda _: Message("over", fields={"done": is_done}))
         deadline = time.monotonic() + GOODBYE_TIMEOUT_S
         with self.changed:
             self.changed.wait_for(lambda: self.alive <= self.finished, max(0.0, deadline - time.monotonic()))

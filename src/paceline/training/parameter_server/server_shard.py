@@ -33,6 +33,7 @@ class ServerShard:
     statistics: Mapping[str, Tensor]  # buffers that are averaged over the workers; on the first server
     version: int = 0  # updates made
     is_over: bool = False
+    is_done: bool = False  # whether the training is over because it is complete
     ended: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -93,7 +94,11 @@ class ServerShard:
         for _, have, future in ready:
             tensors = self._weights() if self.version > have and not self.is_over else {}
             future.set_result(
-                Message("weights", dict(tensors), {"version": self.version, "over": self.is_over})
+                Message(
+                    "weights",
+                    dict(tensors),
+                    {"version": self.version, "over": self.is_over, "done": self.is_done},
+                )
             )
 
     def _weights(self) -> dict[ParameterSlice | str, Tensor]:
@@ -158,7 +163,7 @@ class ServerShard:
         return Message("state", tensors)
 
     def _over(self, message: Message) -> Message:
-        self.is_over = True
+        self.is_over, self.is_done = True, message.fields["done"]
         self._answer_pulls()
         return Message("over")
 

@@ -70,13 +70,14 @@ def train_against_servers(
             yield _make_started_event(spec, plan_name, world, model, data, first, total)
             for step in worker.steps(first, total, spec, data.training, data.samples, device, readers, stop):  # noqa: B007
                 pass
-            yield Ended(step=step, reason="done" if step == total else "stopped")
+            yield Ended(step=step, reason="done" if worker.is_done or step == total else "stopped")
             return
         shard = ServerShard(model, optimizer, slices[world.rank], statistics if world.rank == 0 else {})
         if world.rank:
             yield _make_started_event(spec, plan_name, world, model, data, 0, total)
             serve_until_end(shard, transport)
-            yield Ended(step=shard.version, reason="done" if shard.version == total else "stopped")
+            is_done = shard.is_done or shard.version == total
+            yield Ended(step=shard.version, reason="done" if is_done else "stopped")
             return
         coordinator = Coordinator(
             model, optimizer, shard, slices, plan, transport, spec.optimizer.clip, spec.timeout_s

@@ -40,6 +40,7 @@ class Worker:
         self.number = rank - plan.num_servers
         self.staleness = plan.staleness if plan.staleness is not None else STALENESS
         self.versions = [-1] * plan.num_servers  # of the pulled weights of each server, in updates
+        self.is_done = False  # the training is complete, maybe before its length
         update.is_local, update.place = True, MeshCoordinate(pp=0, dp=self.number, cp=0, tp=0)
 
     def wait_for_start(self) -> int:
@@ -118,6 +119,7 @@ class Worker:
         for server, wait in enumerate(waits):
             answer = wait()
             is_over |= answer.fields["over"]
+            self.is_done |= answer.fields.get("done", False)
             self.versions[server] = answer.fields["version"]
             for key, value in answer.tensors.items():
                 target = (
