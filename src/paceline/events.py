@@ -21,6 +21,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from paceline.errors import RunError
+from paceline.files import append_whole
 from paceline.units import several, without_controls
 
 BLOCK_BYTES = 2**18  # bytes per read
@@ -246,6 +247,15 @@ KINDS: dict[str, type[Event]] = {
 ENCODER = json.JSONEncoder(allow_nan=False)
 
 
+def nan_to_null(value: Any) -> Any:
+    """Return a tree of dicts, lists and tuples with None in place of NaN and infinity, which JSON lacks."""
+    if isinstance(value, Mapping):
+        return {key: nan_to_null(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [nan_to_null(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class UnknownEventError(ValueError):
     """The line is valid, but its event is of a kind that this version does not know."""
 
@@ -257,10 +267,8 @@ class UnknownEventError(ValueError):
 def dumps(event: Event) -> str:
     """Return an event as a line of JSON, without the newline."""
     fields = dict(vars(event))
-    if isinstance(event, Evaluated):  # JSON has neither NaN nor infinity
-        fields["metrics"] = {
-            name: value if math.isfinite(value) else None for name, value in event.metrics.items()
-        }
+    if isinstance(event, Evaluated):
+        fields["metrics"] = nan_to_null(event.metrics)
     return ENCODER.encode({"time": fields.pop("time"), "event": type(event).__name__.lower(), **fields})
 
 
@@ -389,15 +397,7 @@ class EventWriter:
 
     def write(self, event: Event) -> None:
         """Append an event, or count it in `lost` if the write fails."""
-        line = (dumps(event) + "\n").encode()
-        try:
-            written = os.write(self._file, line)
-        except OSError:
-            written = 0
-        if written < len(line):
-            self.lost += 1
-            if written:
-                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+        self.lost += not append_whole(self._file, (dumps(event) + "\n").encode())
 
     def close(self) -> None:
         os.close(self._file)

@@ -73,6 +73,17 @@ def open_regular(path: Path) -> IO[bytes]:
     return os.fdopen(file, "rb")
 
 
+def append_whole(file: int, data: bytes) -> bool:
+    """Append data to an open file, and return whether it was written. A full disk leaves no part of it."""
+    try:
+        written = os.write(file, data)
+    except OSError:
+        return False
+    if 0 < written < len(data):
+        os.ftruncate(file, os.fstat(file).st_size - written)
+    return written == len(data)
+
+
 def has_open(pid: int, path: Path) -> bool:
     """Return whether a process of this user has a file open.
 

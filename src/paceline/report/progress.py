@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -24,6 +24,9 @@ from paceline.report.text import (
     format_start_times,
 )
 from paceline.run import RunFolder
+
+if TYPE_CHECKING:
+    from paceline.report.scalar_writer import ScalarWriter
 
 Show = Callable[[Event], None]
 LINES_S = 1.0  # minimum interval between lines of steps
@@ -145,7 +148,7 @@ def _show_bar(console: Console) -> Iterator[Show]:
 @contextlib.contextmanager
 def _write_scalars(folder: Path) -> Iterator[Show]:
     """Write scalars for TensorBoard, at most ten points a second so that short steps are not slowed down."""
-    writer: Any = None
+    writer: ScalarWriter | None = None
     last = 0.0
 
     def show(event: Event) -> None:
@@ -155,9 +158,12 @@ def _write_scalars(folder: Path) -> Iterator[Show]:
         ):
             return
         if writer is None:  # imported late: the first step does not wait for it
-            from torch.utils.tensorboard import SummaryWriter
+            from paceline.report.scalar_writer import ScalarWriter
 
-            writer = SummaryWriter(folder)
+            try:
+                writer = ScalarWriter(folder)
+            except OSError:  # the disk is full, or the folder cannot be written
+                return
         if isinstance(event, Evaluated):
             values: dict[str, float | None] = {
                 f"validation/{name}": value for name, value in event.metrics.items()
@@ -167,14 +173,10 @@ def _write_scalars(folder: Path) -> Iterator[Show]:
             values = {
                 f"train/{name}": getattr(event, name) for name in ("loss", "grad_norm", "lr", "samples_per_s")
             }
-        with contextlib.suppress(OSError):
-            for name, value in values.items():
-                if value is not None:
-                    writer.add_scalar(name, value, event.step, walltime=event.time)
+        writer.write(values, event.step, event.time)
 
     try:
         yield show
     finally:
         if writer is not None:
-            with contextlib.suppress(OSError):
-                writer.close()
+            writer.close()
