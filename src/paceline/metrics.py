@@ -79,18 +79,38 @@ class Accumulator(ABC):
         """
 
 
-class Accuracy(Accumulator):
-    """Share of the items whose class has the highest score.
-
-        Accuracy().update(output, batch[1])
+class _Mean(Accumulator):
+    """A mean of values by item, weighted.
 
     ignore_index: target of items that do not count.
     """
 
     def __init__(self, ignore_index: int = IGNORE_INDEX):
         self.ignore_index = ignore_index
-        self.hits: Tensor | float = 0.0
+        self.total: Tensor | float = 0.0
         self.weight: Tensor | float = 0.0
+
+    def _add(self, values: Tensor, weights: Tensor) -> Self:
+        self.total = self.total + (values * weights).sum()
+        self.weight = self.weight + weights.sum()
+        return self
+
+    def merge(self, other: Self) -> None:
+        self.total = self.total + other.total
+        self.weight = self.weight + other.weight
+
+    def finish(self) -> float:
+        """Return the mean; NaN without items."""
+        return float(self.total) / float(self.weight) if float(self.weight) else math.nan
+
+
+class Accuracy(_Mean):
+    """Share of the items whose class has the highest score.
+
+        Accuracy().update(output, batch[1])
+
+    ignore_index: target of items that do not count.
+    """
 
     def update(self, scores: Tensor, targets: Tensor, weights: Tensor | None = None) -> Self:
         """Add a batch, and return the accumulator.
@@ -99,20 +119,10 @@ class Accuracy(Accumulator):
         weights: of the items, in the shape of targets; None: all weigh the same. Raises TaskError.
         """
         weights = _check_items("Accuracy", scores, targets, weights, self.ignore_index)
-        self.hits = self.hits + ((scores.argmax(-1) == targets) * weights).sum()
-        self.weight = self.weight + weights.sum()
-        return self
-
-    def merge(self, other: Self) -> None:
-        self.hits = self.hits + other.hits
-        self.weight = self.weight + other.weight
-
-    def finish(self) -> float:
-        """Return the share, from 0 to 1; NaN without items."""
-        return _divide(self.hits, self.weight)
+        return self._add(scores.argmax(-1) == targets, weights)
 
 
-class TopKAccuracy(Accumulator):
+class TopKAccuracy(_Mean):
     """Share of the items whose class is among the k classes with the highest scores.
 
         TopKAccuracy(5).update(output, batch[1])
@@ -123,10 +133,8 @@ class TopKAccuracy(Accumulator):
     def __init__(self, k: int, ignore_index: int = IGNORE_INDEX):
         if not isinstance(k, int) or k < 1:
             raise TaskError(f"TopKAccuracy: k must be an integer, at least 1, got {k!r}")
+        super().__init__(ignore_index)
         self.k = k
-        self.ignore_index = ignore_index
-        self.hits: Tensor | float = 0.0
-        self.weight: Tensor | float = 0.0
 
     def update(self, scores: Tensor, targets: Tensor, weights: Tensor | None = None) -> Self:
         """Add a batch, and return the accumulator.
@@ -140,31 +148,16 @@ class TopKAccuracy(Accumulator):
                 f"TopKAccuracy: k={self.k} exceeds the number of classes, {scores.shape[-1]}; use a smaller k"
             )
         is_hit = (scores.topk(self.k, -1).indices == targets.unsqueeze(-1)).any(-1)
-        self.hits = self.hits + (is_hit * weights).sum()
-        self.weight = self.weight + weights.sum()
-        return self
-
-    def merge(self, other: Self) -> None:
-        self.hits = self.hits + other.hits
-        self.weight = self.weight + other.weight
-
-    def finish(self) -> float:
-        """Return the share, from 0 to 1; NaN without items."""
-        return _divide(self.hits, self.weight)
+        return self._add(is_hit, weights)
 
 
-class Perplexity(Accumulator):
+class Perplexity(_Mean):
     """Exponential of the mean cross entropy (in nats) of all items, such as the tokens of a text.
 
         Perplexity().update(output[:, :-1], batch["tokens"][:, 1:])
 
     ignore_index: target of items that do not count, such as padding.
     """
-
-    def __init__(self, ignore_index: int = IGNORE_INDEX):
-        self.ignore_index = ignore_index
-        self.total: Tensor | float = 0.0
-        self.weight: Tensor | float = 0.0
 
     def update(self, scores: Tensor, targets: Tensor, weights: Tensor | None = None) -> Self:
         """Add a batch, and return the accumulator.
@@ -183,22 +176,12 @@ class Perplexity(Accumulator):
             )
         # An infinite loss of an item without weight does not count.
         losses = torch.where(weights.reshape(-1) == 0, 0.0, losses.double())
-        self.total = self.total + (losses * weights.reshape(-1)).sum()
-        self.weight = self.weight + weights.sum()
-        return self
-
-    def merge(self, other: Self) -> None:
-        self.total = self.total + other.total
-        self.weight = self.weight + other.weight
+        return self._add(losses, weights.reshape(-1))
 
     def finish(self) -> float:
         """Return the perplexity, at least 1; NaN without items, infinity if it exceeds a float."""
-        mean = _divide(self.total, self.weight)
+        mean = super().finish()
         return math.exp(mean) if not mean > 709 else math.inf  # exp(710) raises OverflowError
-
-
-def _divide(total: Tensor | float, weight: Tensor | float) -> float:
-    return float(total) / float(weight) if float(weight) else math.nan
 
 
 def _check_items(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 import models
-from harness import TrainingResult, differences, train_on_ranks
+from harness import TrainingResult, differences, take_sgd_step_, train_on_ranks
 from paceline import Spec
 from paceline.data.batch import cast_floats, count_samples, find_leaves, find_tensors, map_tensors, move
 from paceline.data.loader import shuffle
@@ -112,12 +112,7 @@ def train_plainly() -> TrainingResult:
         x, mask = tokens[indices], masks[indices]
         values = F.cross_entropy(model(x[:, :-1]).transpose(1, 2), x[:, 1:], reduction="none")
         loss = (values * mask).sum() / mask.sum()
-        model.zero_grad()
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf).item())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+        norms.append(take_sgd_step_(model, loss, 0.1))
         losses.append(loss.item())
     final = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     return TrainingResult(losses, norms, [0.1] * 3, [], final, ())

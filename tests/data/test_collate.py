@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
-from harness import TrainingResult, differences, train_on_ranks
+from harness import TrainingResult, differences, take_sgd_step_, train_on_ranks
 from paceline import Spec, Task
 from paceline.data.loader import FailedSample, Samples, batches, open_samples, open_training_samples, shuffle
 from paceline.drill.sample_log_task import NumberedSample, wrap_task
@@ -92,13 +92,7 @@ def train_without_padding() -> TrainingResult:
     dataset = make_series(COUNT)
     for step in range(SPEC.steps):  # type: ignore[arg-type]
         loss = mean_loss([dataset[index] for index in order[step * SPEC.batch : (step + 1) * SPEC.batch]])
-        model.zero_grad()
-        loss.backward()
-        grads = [parameter.grad for parameter in model.parameters()]
-        norms.append(float(torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()))  # type: ignore[union-attr]
-        with torch.no_grad():
-            for parameter, grad in zip(model.parameters(), grads, strict=True):
-                parameter -= 0.1 * grad  # type: ignore[operator]
+        norms.append(take_sgd_step_(model, loss, 0.1))
         losses.append(loss.item())
     with torch.no_grad():
         metrics = [{"loss": mean_loss(make_series(7)).item()}]

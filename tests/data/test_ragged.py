@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import harness
-from harness import TrainingResult, differences, train_on_ranks
+from harness import TrainingResult, differences, take_sgd_step_, train_on_ranks
 from paceline import Ragged, Spec, Task
 from paceline.data.loader import shuffle
 from paceline.data.ragged import pad_each, pad_together
@@ -94,12 +94,7 @@ def train_plainly(multiple: int) -> TrainingResult:
     train, validation = make_series(COUNT, 1), make_series(VALIDATION, 2)
     for indices in shuffle(np.arange(32), COUNT, SPEC.seed).reshape(4, 8).tolist():
         loss = losses_of([train[index] for index in indices]).mean()
-        model.zero_grad()
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf).item())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+        norms.append(take_sgd_step_(model, loss, 0.1))
         losses.append(loss.item())
     with torch.no_grad():
         values = torch.cat([losses_of(validation[:8]).flatten(), losses_of(validation[8:]).flatten()])

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,13 @@ from torch import Tensor
 
 from command import TASK, Result, checkpoint_weights, paceline, succeed, write_task
 from paceline.debug import tensors
-from paceline.debug.diff import as_json, diff_runs
+from paceline.debug.diff import diff_runs
 from paceline.debug.tensors import measure_difference
 from paceline.errors import CheckpointError, RunError
-from paceline.events import EventWriter, Started, Step
+from paceline.events import EventWriter, Started, Step, nan_to_null
 from paceline.run import RunFolder, create
 from paceline.spec import Launch, Optimizer, Spec
+from paceline.training.checkpoint import stored
 from paceline.training.checkpoint.save import checksum
 from pages import read_blocks
 
@@ -194,7 +196,7 @@ def test_skipped_updates_and_numbers_that_are_not_finite(tmp_path):
     found = diff_runs(a, other)
     [entry] = found.steps.differences
     assert (entry.a, entry.b, entry.relative) == (None, 1.0, math.inf)
-    assert as_json(found)["steps"]["differences"][0]["relative"] is None
+    assert nan_to_null(asdict(found))["steps"]["differences"][0]["relative"] is None
 
 
 def test_settings_of_request_start_and_code(tmp_path):
@@ -297,13 +299,13 @@ def test_few_tensors_are_read_at_once(tmp_path, monkeypatch):
     changed["model/z.weight"][4, 3] += 1.0
     expected = both(tmp_path, state, changed).checkpoints
     read = []
-    read_tensors = tensors.read_tensors
+    read_tensors = stored.read_tensors
 
     def record(path, metadata, wanted, **options):
         read.append(sum(tensor.nbytes for tensor in wanted.values()))
         read_tensors(path, metadata, wanted, **options)
 
-    monkeypatch.setattr(tensors, "read_tensors", record)
+    monkeypatch.setattr(stored, "read_tensors", record)
     monkeypatch.setattr(tensors, "READ_BYTES", 64)
     monkeypatch.setattr(tensors, "BLOCK_ELEMENTS", 3)
     found = diff_runs(RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b"))

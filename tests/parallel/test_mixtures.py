@@ -24,7 +24,7 @@ from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.tasks import text
 from paceline.training import optimizer as optim
-from paceline.training.checkpoint import save as checkpoint
+from paceline.training.checkpoint.stored import load_weights
 from paceline.training.model_analysis import validate_plan
 from paceline.training.setup import build_training
 
@@ -262,7 +262,7 @@ def test_checkpoint_resumes_under_another_mixture(plans: tuple[str, str], tmp_pa
     ):
         path.mkdir(exist_ok=True)
         ranks(1 if plan == "single" else 4)(train_run, plan, steps, path)
-    expected, found = (checkpoint.load_weights(RunFolder(path).checkpoint(4)) for path in (whole, run))
+    expected, found = (load_weights(RunFolder(path).checkpoint(4)) for path in (whole, run))
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=RTOL, atol=RTOL)

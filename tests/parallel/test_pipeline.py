@@ -24,7 +24,7 @@ from paceline.parallel.pipeline.tracer import StandInModel, TensorMeta
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
-from paceline.training.checkpoint import save as checkpoint
+from paceline.training.checkpoint.stored import load_weights
 from paceline.training.model_analysis import build_meta_model, validate_plan
 
 pytestmark = pytest.mark.processes
@@ -207,7 +207,7 @@ def test_resume_under_another_plan(first: str, second: str, tmp_path: Path) -> N
     for path, plan, steps in ((whole, "single", 5), (run, first, 2), (run, second, 5)):
         path.mkdir(exist_ok=True)
         ranks(1 if plan == "single" else 2)(train_steps, task, plan, steps, path)
-    expected, results = (checkpoint.load_weights(RunFolder(path).checkpoint(5)) for path in (whole, run))
+    expected, results = (load_weights(RunFolder(path).checkpoint(5)) for path in (whole, run))
     assert expected.keys() == results.keys() == models.Gpt().state_dict().keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(results[name], tensor, rtol=RTOL, atol=RTOL)

@@ -17,7 +17,7 @@ from paceline.parallel.pipeline.buffers import StageBuffers
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
-from paceline.training.checkpoint import save as checkpoint
+from paceline.training.checkpoint.stored import load_weights
 from paceline.training.model_analysis import validate_plan
 
 pytestmark = pytest.mark.processes
@@ -282,7 +282,7 @@ def test_checkpoints_have_the_changed_buffers(first: str, second: str, tmp_path:
     for path, plan, steps in ((whole, "single,microbatches=2", 4), (run, first, 2), (run, second, 4)):
         path.mkdir(exist_ok=True)
         ranks(1 if plan.startswith("single") else 2)(train_steps, plan, steps, path)
-    expected, found = (checkpoint.load_weights(RunFolder(path).checkpoint(4)) for path in (whole, run))
+    expected, found = (load_weights(RunFolder(path).checkpoint(4)) for path in (whole, run))
     assert expected.keys() == found.keys() == Tracked().state_dict().keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-10)

@@ -17,7 +17,7 @@ from paceline.parallel.tensor import linear as layers
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
-from paceline.training.checkpoint import save as checkpoint
+from paceline.training.checkpoint.stored import load_weights
 from paceline.training.model_analysis import analyze_model
 from volumes import check_volumes
 
@@ -135,7 +135,7 @@ def test_resume_under_other_plans(tmp_path: Path) -> None:
     for size, plan, steps, path in stops:
         path.mkdir(exist_ok=True)
         ranks(size)(train_to, plan, steps, path)
-    expected, found = (checkpoint.load_weights(RunFolder(path).checkpoint(5)) for path in (whole, run))
+    expected, found = (load_weights(RunFolder(path).checkpoint(5)) for path in (whole, run))
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-10)

@@ -93,6 +93,18 @@ class TrainingResult:
     notes: tuple[str, ...]
 
 
+def take_sgd_step_(model: nn.Module, loss: torch.Tensor, lr: float) -> float:
+    """Update the parameters by gradient descent, and return the norm of their gradient."""
+    model.zero_grad()
+    loss.backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.cat([grad.flatten() for grad in grads]).norm().item()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= lr * parameter.grad  # type: ignore[operator]
+    return norm
+
+
 def train_on_this_rank(
     task: Task,
     spec: Spec,

@@ -32,7 +32,15 @@ from paceline.launch.spawn import Child
 MARK = "PACELINE_TESTS"
 MARK_BYTES = 32
 MAX_REQUEST_BYTES = 2**17
-WITH_RANKS = ("train", "resume", "verify", "bench", "profile")  # commands that may start a fork server
+# Commands that may start a fork server
+WITH_RANKS = (
+    "train",
+    "resume",
+    "verify",
+    "bench",
+    "profile",
+    "evaluate",
+)
 POLL_S = 0.005
 
 

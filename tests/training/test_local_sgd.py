@@ -30,7 +30,7 @@ from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save, Schedule
 from paceline.tasks.digits import Digits
 from paceline.training import local_sgd
-from paceline.training.checkpoint.save import load_weights
+from paceline.training.checkpoint.stored import load_weights
 from paceline.training.init.named_tensors import named_tensors
 
 pytestmark = pytest.mark.processes

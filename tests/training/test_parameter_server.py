@@ -18,7 +18,7 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save, Schedule
 from paceline.tasks.digits import Digits
-from paceline.training.checkpoint.save import load_weights
+from paceline.training.checkpoint.stored import load_weights
 from paceline.training.init.named_tensors import named_tensors
 from paceline.training.parameter_server.partition import ParameterSlice, assign_slices
 

@@ -1,9 +1,13 @@
 """paceline diff: name the first step and tensor in which two runs differ."""
 
+import json as json_file
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from paceline.cli.request_options import Json
 
 
 def diff(
@@ -16,9 +20,7 @@ def diff(
             "plan, ranks, threads, device and PyTorch, else what rounding explains in their precision]",
         ),
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the comparison to this JSON file.")
-    ] = None,
+    json: Json = None,
 ) -> None:
     """Name the first step and tensor in which two runs differ.
 
@@ -27,9 +29,10 @@ def diff(
     Exit status: 0 equal, 1 different, 2 bad input.
     """
     from paceline.cli.plan_options import check_outputs, print_parts
-    from paceline.debug.diff import as_json, diff_runs
+    from paceline.debug.diff import diff_runs
     from paceline.debug.text import format_diff
     from paceline.errors import SpecError
+    from paceline.events import nan_to_null
     from paceline.files import write_whole
     from paceline.run import open_run
 
@@ -39,9 +42,7 @@ def diff(
     check_outputs(json, None)
     found = diff_runs(*folders, tolerance)
     if json is not None:
-        from json import dumps
-
-        write_whole(json, dumps(as_json(found), indent=1) + "\n")
+        write_whole(json, json_file.dumps(nan_to_null(asdict(found)), indent=1) + "\n")
     print_parts(*format_diff(found))
     if not found.is_equal:
         raise typer.Exit(1)

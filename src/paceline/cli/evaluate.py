@@ -1,7 +1,6 @@
 """paceline evaluate: the metrics of a checkpoint on a split."""
 
 import json as json_file
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +36,7 @@ def evaluate(
     """
     from paceline.cli.launching import announce_start
     from paceline.distributed.world import read_world
+    from paceline.events import nan_to_null
     from paceline.files import check_target, write_whole
     from paceline.launch.evaluate_run import evaluate as evaluate_run
     from paceline.run import open_run
@@ -52,8 +52,7 @@ def evaluate(
     for note in result.notes:
         print(note)
     if json is not None:
-        values = {name: value if math.isfinite(value) else None for name, value in result.metrics.items()}
-        content = vars(result) | {"run": str(folder.path), "metrics": values, "notes": list(result.notes)}
+        content = nan_to_null(vars(result) | {"run": str(folder.path)})
         write_whole(json, json_file.dumps(content, indent=1) + "\n")
     print(
         f"{result.checkpoint} on {split}: {several(result.samples, 'sample')}, plan {result.plan} on "

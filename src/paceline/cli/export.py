@@ -36,7 +36,8 @@ def export(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from paceline.training.checkpoint.save import find_last_complete, load_weights
+    from paceline.training.checkpoint.save import find_last_complete
+    from paceline.training.checkpoint.stored import load_weights
 
     path, notes = folder.checkpoint(step) if step is not None else None, list[str]()
     if path is None:

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -62,16 +62,16 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     return map_leaves(apply, batch)
 
 
-def find_leaves(batch: Any) -> Iterator[Any]:
-    """Yield the leaves of a batch, as `map_leaves` defines them."""
+def find_leaves(batch: Any, *leaves: type) -> list[Any]:
+    """Return the leaves of a batch, as `map_leaves` defines them."""
     found: list[Any] = []
 
     def find(leaf: Any) -> Any:
         found.append(leaf)
         return leaf
 
-    map_leaves(find, batch)
-    yield from found
+    map_leaves(find, batch, *leaves)
+    return found
 
 
 def find_tensors(batch: Any) -> list[Tensor]:

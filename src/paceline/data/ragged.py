@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.data.batch import map_leaves
+from paceline.data.batch import find_leaves, map_leaves
 
 
 class Ragged:
@@ -89,7 +89,10 @@ def pad_together(batches: Sequence[Any], agree: Agree = list) -> list[Any]:
     batches: the micro-batches of this rank in a step, as `pad_each` returns them.
     agree: a collective, called if a batch has a Ragged.
     """
-    by_batch = [_find_padded(batch) for batch in batches]
+    by_batch = [
+        [leaf for leaf in find_leaves(batch, PaddedTensor) if isinstance(leaf, PaddedTensor)]
+        for batch in batches
+    ]
     if not by_batch[0]:
         return list(batches)
     longest = [
@@ -110,18 +113,6 @@ def pad_together(batches: Sequence[Any], agree: Agree = list) -> list[Any]:
         )
 
     return [pad(batch) for batch in batches]
-
-
-def _find_padded(batch: Any) -> list[PaddedTensor]:
-    found: list[PaddedTensor] = []
-
-    def find(leaf: Any) -> Any:
-        if isinstance(leaf, PaddedTensor):
-            found.append(leaf)
-        return leaf
-
-    map_leaves(find, batch, PaddedTensor)
-    return found
 
 
 def agree_on_longest(group: dist.ProcessGroup | None, device: torch.device) -> Agree:

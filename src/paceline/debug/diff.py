@@ -1,8 +1,7 @@
 """paceline diff: compare two runs from their files."""
 
-import math
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paceline.debug.settings import SettingDifference, compare_code, compare_settings
 from paceline.debug.steps import StepsComparison, StepTable, compare_steps, read_steps
@@ -71,8 +70,9 @@ def diff_runs(a: RunFolder, b: RunFolder, tolerance: float | None = None) -> Run
     notes = _describe_unmatched(a, b, steps_a, steps_b, shared)
     checkpoints: list[CheckpointComparison] = []
     if shared:
-        from paceline.debug.tensors import compare_checkpoints, has_same_ranks, open_checkpoint
+        from paceline.debug.tensors import compare_checkpoints, has_same_ranks
         from paceline.training.checkpoint.identity import CODE, MODULES
+        from paceline.training.checkpoint.stored import open_checkpoint
 
         for step in shared:
             stored = [open_checkpoint(run.checkpoint(step)) for run in (a, b)]
@@ -137,16 +137,3 @@ def _describe_unmatched(
         if rest_of := [step for step in run.checkpoints() if step not in shared]:
             notes.append(f"{numbered('checkpoint', rest_of)} only in {run.path}")
     return notes
-
-
-def as_json(diff: RunDiff) -> Any:
-    """Return a comparison as JSON: numbers that are not finite are null."""
-    return _finite(asdict(diff))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,16 +7,12 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
-from paceline.errors import CheckpointError
-from paceline.training.checkpoint.metadata import read_tensors
-from paceline.training.checkpoint.save import Index, load_metadata, read_index, verify_files
+from paceline.training.checkpoint.stored import StoredCheckpoint
 from paceline.units import without_controls
 
 READ_BYTES = 2**26  # of tensors that are read at once from both checkpoints; a larger tensor is read alone
@@ -76,32 +72,6 @@ class CheckpointComparison:
         return all(group.first is None for group in self.groups)
 
 
-@dataclass(frozen=True)
-class StoredCheckpoint:
-    """A checkpoint whose files are undamaged."""
-
-    path: Path
-    index: Index
-    metadata: Metadata
-
-    def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Return these tensors, whole."""
-        entries = self.metadata.state_dict_metadata
-        wanted = {
-            name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype)  # type: ignore[union-attr]
-            for name in names
-        }
-        read_tensors(self.path, self.metadata, wanted, is_single=True)
-        return wanted
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.metadata.state_dict_metadata[name].size)  # type: ignore[union-attr]
-
-    def num_bytes(self, name: str) -> int:
-        dtype = self.metadata.state_dict_metadata[name].properties.dtype  # type: ignore[union-attr]
-        return math.prod(self.shape(name)) * dtype.itemsize
-
-
 class MeasuredDifference(NamedTuple):
     """The largest difference of two tensors of one shape, before it is divided by a scale."""
 
@@ -111,14 +81,6 @@ class MeasuredDifference(NamedTuple):
     a: float
     b: float
     is_floating: bool
-
-
-def open_checkpoint(path: Path) -> StoredCheckpoint:
-    """Return a checkpoint after a check of its files. Raises CheckpointError if it is damaged."""
-    index = read_index(path)
-    if wrong := verify_files(path, index):
-        raise CheckpointError(f"checkpoint {path} is damaged: {wrong}")
-    return StoredCheckpoint(path, index, load_metadata(path, index))
 
 
 def compare_checkpoints(a: StoredCheckpoint, b: StoredCheckpoint, tolerance: float) -> CheckpointComparison:

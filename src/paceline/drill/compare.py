@@ -6,7 +6,7 @@ from paceline import events
 from paceline.errors import CheckpointError
 from paceline.events import Step
 from paceline.run import RunFolder
-from paceline.training.checkpoint.save import load_weights
+from paceline.training.checkpoint.stored import load_weights
 
 
 def find_weight_difference(run: RunFolder, reference: RunFolder, steps: int) -> str | None:

@@ -39,9 +39,7 @@ class AccumulatedMetrics:
         object.__setattr__(value, "_is_returned", True)  # it may be a frozen dataclass
         if not is_counted:
             return
-        merged = self.merged.setdefault(name, value)
-        if merged is not value:
-            _merge(name, merged, value)
+        self._merge(name, value)
 
     def finish(self, plan: ResolvedPlan, rank: int, group: dist.ProcessGroup | None) -> dict[str, float]:
         """Return the metrics of the accumulators of all ranks. A collective.
@@ -77,11 +75,21 @@ class AccumulatedMetrics:
                     raise TaskError(
                         f"metrics() returned {name!r} only in some batches; return it for each batch"
                     )
-                value = _from_bytes(name, data, kinds[name])
-                merged = self.merged.setdefault(name, value)
-                if merged is not value:
-                    _merge(name, merged, value)
+                self._merge(name, _from_bytes(name, data, kinds[name]))
         return self._finish()
+
+    def _merge(self, name: str, value: Accumulator) -> None:
+        merged = self.merged.setdefault(name, value)
+        if merged is value:
+            return
+        # A class that is defined in metrics() is a different object in each call.
+        if type(value).__qualname__ != type(merged).__qualname__:
+            raise TaskError(
+                f"metrics() returned a {type(merged).__name__} and a {type(value).__name__} for {name!r}; "
+                "return the same class for each batch"
+            )
+        with UserCode(f"merge() of metric {name!r}", type(merged).merge):
+            merged.merge(value)
 
     def _finish(self) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -102,17 +110,6 @@ def find_root(plan: ResolvedPlan, num_ranks: int) -> int:
         for rank in range(num_ranks)
         if (place := plan.place(rank)).pp == plan.loss_pp_rank and not (place.dp or place.cp or place.tp)
     )
-
-
-def _merge(name: str, merged: Accumulator, value: Accumulator) -> None:
-    # A class that is defined in metrics() is a different object in each call.
-    if type(value).__qualname__ != type(merged).__qualname__:
-        raise TaskError(
-            f"metrics() returned a {type(merged).__name__} and a {type(value).__name__} for {name!r}; "
-            "return the same class for each batch"
-        )
-    with UserCode(f"merge() of metric {name!r}", type(merged).merge):
-        merged.merge(value)
 
 
 def read_numbers(name: str, result: Any) -> dict[str, float]:
@@ -150,7 +147,7 @@ def read_numbers(name: str, result: Any) -> dict[str, float]:
     }
 
 
-class _Pickler(pickle.Pickler):
+class _AccumulatorPickler(pickle.Pickler):
     """Pickles an accumulator without its class, which other ranks may know by another module or not at all.
 
     A class that is defined in a function cannot be pickled. Tensors are sent from the CPU, without the part
@@ -170,7 +167,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-class _Unpickler(pickle.Unpickler):
+class _AccumulatorUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, kind: type[Accumulator]):
         super().__init__(file)
         self.kind = kind
@@ -182,13 +179,13 @@ class _Unpickler(pickle.Unpickler):
 def _to_bytes(name: str, value: Accumulator) -> bytes:
     file = io.BytesIO()
     with _state_code(name, type(value)):
-        _Pickler(file, type(value)).dump(value)
+        _AccumulatorPickler(file, type(value)).dump(value)
     return file.getvalue()
 
 
 def _from_bytes(name: str, data: bytes, kind: type[Accumulator]) -> Accumulator:
     with _state_code(name, kind):
-        value: Accumulator = _Unpickler(io.BytesIO(data), kind).load()
+        value: Accumulator = _AccumulatorUnpickler(io.BytesIO(data), kind).load()
     return value
 
 

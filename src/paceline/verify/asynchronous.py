@@ -17,7 +17,7 @@ from paceline.plan.plan import Plan, parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Spec
 from paceline.task import Task
-from paceline.training.checkpoint.save import load_weights
+from paceline.training.checkpoint.stored import load_weights
 from paceline.training.loop import train
 from paceline.training.parameter_server.coordinator import STALENESS
 from paceline.verify.capture import Reference

@@ -67,7 +67,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 def _range(size: int, last: int, factor: int) -> list[int]:
     sizes = []
-    while 0 < size <= last:
+    while size <= last:
         sizes.append(size)
         size *= factor
     return sizes

@@ -76,7 +76,7 @@ class _StandIn:
         self.state = state
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO):
         super().__init__(file)
         # New classes for each file, since a pickle can set attributes of the classes that it names.
@@ -103,7 +103,7 @@ def read_metadata(path: Path, files: Container[str], limit_bytes: int) -> Metada
     """
     try:
         with open_regular(path / ".metadata") as file:
-            root = _Unpickler(io.BytesIO(file.read())).load()
+            root = _MetadataUnpickler(io.BytesIO(file.read())).load()
         entries, places = _fields(root, "state_dict_metadata", "storage_data")
         tensors = {_typed(name, str): _tensor(name, entry) for name, entry in _typed(entries, dict).items()}
         storage = dict(_place(index, place, files) for index, place in _typed(places, dict).items())

@@ -506,24 +506,6 @@ def load_metadata(path: Path, index: Index) -> Any:
     return read_metadata(path, index.files, sum(size for size, _ in index.files.values()))
 
 
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """Return the whole weights of a checkpoint on one process, under all their names in the model."""
-    from paceline.training.checkpoint.metadata import read_tensors
-
-    index = read_index(path)
-    if wrong := verify_files(path, index):
-        raise CheckpointError(f"checkpoint {path} is damaged: {wrong}")
-    metadata = load_metadata(path, index)
-    wanted = {
-        entry: torch.empty(meta.size, dtype=meta.properties.dtype)
-        for entry, meta in metadata.state_dict_metadata.items()
-        if entry.startswith("model/")
-    }
-    read_tensors(path, metadata, wanted, is_single=True)
-    whole = {entry.removeprefix("model/"): tensor for entry, tensor in wanted.items()}
-    return whole | {alias: whole[name].clone() for alias, name in index.tied.items() if name in whole}
-
-
 def describe_model(model: nn.Module) -> dict[str, Any]:
     """Return the fields of an Index that describe the model."""
     return {
