@@ -297,6 +297,11 @@ def choose_path(path: str | None, task: str) -> Path:
                 f"the name of the run folder {given_path.name[:20]}… must be shorter, got"
                 f" {len(given_path.name)} characters; choose another --run-dir"
             )
+        if str(given_path).startswith("-"):
+            raise RunError(
+                f"the name of a run folder must not begin with a dash, got {given_path}: programs would take "
+                "it for an option; choose another --run-dir"
+            )
         if os.path.lexists(given_path):
             raise _exists(given_path)
         return given_path

@@ -396,6 +396,7 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("train bad.py:Small --run-dir bad.py/r", "bad.py/r"),
     ("train bad.py:Small --run-dir ''", "run"),
     ("train bad.py:Small --run-dir .", "."),
+    ("train bad.py:Small --run-dir --x", "must not begin with a dash"),
     (
         "train bad.py:Small --run-dir " + "r" * 300,
         "rrr",

@@ -61,8 +61,8 @@ class Constants:
 
 
 # Fitted, and only for A100 and Hopper: product, forward and backward by one factor, memory, across and
-# hidden, to the published measurements of docs/planning.md by benchmarks/published.py --fit, from these
-# values:
+# hidden, to the published measurements of docs/planning.md by benchmarks/published.py --fit. The values
+# before the fit, in docs/planning.md, rest on these sources:
 # product: A100 0.80 of sweeps at 0.87 (stas00/ml-engineering, MAMF), 241 to 255 of 312 TFLOP/s in the shapes
 # of a transformer (EleutherAI/cookbook); H100 0.80 of the best shape only, and less if power is the limit.
 # B200: SimuMax's operator table.
