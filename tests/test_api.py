@@ -161,6 +161,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_verify_plan_in_a_script(tmp_path: Path) -> None:
     """The task is defined in the script itself, which the ranks import. A wrong one is found."""

@@ -103,6 +103,7 @@ def seen(how: str, at: Path) -> list[dict[str, Any]]:
     return [json.loads((at / f"{how}-{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_a_forked_rank_equals_a_spawned_rank(tmp_path: Path) -> None:
     assert LOOKING.count("surroundings()") == 2
     write_task(tmp_path, LOOKING)

@@ -41,6 +41,7 @@ HUGGING_FACE: list[Task] = [
     stacks.HuggingFace(),
     stacks.HuggingFace(tied=False),
 ]
+HUGGING_FACE_CASES = [pytest.param(HUGGING_FACE[0], marks=pytest.mark.slow), *HUGGING_FACE[1:]]
 OTHERS: list[Task] = [
     models.Points(),
     models.Images(),
@@ -109,7 +110,7 @@ def test_four_stages(task: Task, schedule: str) -> None:
     assert not compare(4, f"pp=4,microbatches=4,pp_schedule={schedule}", task)
 
 
-@pytest.mark.parametrize("task", HUGGING_FACE, ids=repr)
+@pytest.mark.parametrize("task", HUGGING_FACE_CASES, ids=repr)
 def test_hugging_face(task: Task) -> None:
     assert not compare(2, "pp=2,microbatches=4", task)
 

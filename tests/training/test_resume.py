@@ -355,6 +355,7 @@ def test_run_resumes_after_each_way_to_stop(plan, method, resume_by, task, tmp_p
         if stop.restarts:
             slow.unlink()
         result = running.wait()
+        slow.unlink(missing_ok=True)
         assert result.status == stop.status, result.all
         running.wait_until_all_ended()
     assert "Traceback" not in result.out, result.all

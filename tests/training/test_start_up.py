@@ -62,6 +62,7 @@ def test_table_covers_the_whole_training_after_a_resume(tmp_path: Path) -> None:
         assert row(name, shown) == row(name, again)
 
 
+@pytest.mark.slow
 def test_bench_reports_progress_without_a_terminal(tmp_path: Path) -> None:
     assert "measuring: " in succeed("bench", "compute", "--seconds", "0.5", at=tmp_path).err
     words = ("collectives", "--ranks", "2", "--sizes", "1KB", "--operations", "broadcast", "--seconds", "0.5")

@@ -60,9 +60,9 @@ def train_one_process(plan: str, kinds: tuple[str, ...] = tuple(MODELS)) -> dict
     [
         *(
             pytest.param(plan, marks=pytest.mark.slow)
-            for plan in ("ddp", "zero2", "zero3", "zero3,microbatches=2")
+            for plan in ("ddp", "zero2", "zero3", "zero3,microbatches=2", "pp=2,microbatches=2")
         ),
-        *("tp=2", "pp=2,microbatches=2"),
+        "tp=2",
     ],
 )
 def test_models_train_as_with_one_process_or_are_refused(plan: str) -> None:
