@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, dataclass_transform
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from paceline.after_step import StepOperation
     from paceline.metrics import Accumulator
 
 BUILT_IN = {
@@ -165,6 +166,10 @@ class Task:
         The learning-rate schedule scales the learning rates of the returned optimizer.
         """
         return None
+
+    def after_step(self) -> Sequence[StepOperation]:
+        """Return operations on weights after each step, such as `[Ema(0.999)]` of `paceline.after_step`."""
+        return ()
 
     def pretrained(self) -> str | Path | None:
         """Return the path of initial weights in safetensors format, or None to initialize the model.

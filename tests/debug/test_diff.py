@@ -257,6 +257,17 @@ def test_the_first_tensor_in_the_order_of_the_model(tmp_path):
     assert (optimizer.first.index, optimizer.first.relative) == ((1, 2), math.inf)
 
 
+def test_averages_of_weights_are_a_group(tmp_path):
+    state, changed = make_state(), make_state()
+    for stored_state in (state, changed):
+        stored_state |= {"ema/z.weight": torch.ones(5, 4), "ema/a.bias": torch.zeros(3)}
+    changed["ema/a.bias"][1] = 0.5
+    [checkpoint] = both(tmp_path, state, changed).checkpoints
+    assert [group.group for group in checkpoint.groups] == ["weights", "averages", "optimizer"]
+    assert [group.num_different for group in checkpoint.groups] == [0, 1, 0]
+    assert checkpoint.groups[1].first.name == "a.bias"
+
+
 @pytest.mark.parametrize("step", [3, 5])
 def test_the_first_checkpoint_that_differs(tmp_path, step):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")

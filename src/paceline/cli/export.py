@@ -13,6 +13,9 @@ def export(
     step: Annotated[
         int | None, typer.Option(help="Step of the checkpoint [default: the last complete checkpoint]")
     ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Write the moving average of weights (Ema of after_step).")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write the weights of a run to a safetensors file.
@@ -48,7 +51,7 @@ def export(
         raise CheckpointError(
             f"{run} has no complete checkpoint to export; continue it with: paceline resume {run}"
         )
-    weights = load_weights(path)
+    weights = load_weights(path, ema)
     with replaced(file) as temporary:
         try:
             save_file(weights, temporary, metadata={"format": "pt", "step": path.name.removeprefix("step_")})

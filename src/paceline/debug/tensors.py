@@ -18,14 +18,16 @@ from paceline.units import without_controls
 READ_BYTES = 2**26  # of tensors that are read at once from both checkpoints; a larger tensor is read alone
 BLOCK_ELEMENTS = 2**20  # that are compared at once, in float64
 FLOOR = 1e-2  # minimum scale of a tensor, relative to the largest element of all tensors of its kind
-GROUPS = ("weights", "optimizer", "ranks")
+GROUPS = ("weights", "averages", "optimizer", "ranks")
+GROUP_OF_PREFIX = {"model": "weights", "ema": "averages", "optimizer": "optimizer"}
 
 
 @dataclass(frozen=True)
 class TensorDifference:
     """A tensor that differs.
 
-    name      NAME of a weight or a buffer, NAME/KEY of optimizer state, N/model/NAME of rank N's own state
+    name      NAME of a weight, a buffer or an average, NAME/KEY of optimizer state, N/model/NAME of the state
+              of rank N
     relative  the largest difference, relative to the largest element; None if the tensors do not correspond
     reason    why they do not correspond, such as "shape (3,) and (4,)"; else None
     index     position of the largest difference
@@ -42,9 +44,9 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class GroupComparison:
-    """The weights, the optimizer state, or the state of single ranks of two checkpoints, compared.
+    """The weights, their averages, the optimizer state, or the state of single ranks of two checkpoints.
 
-    group          "weights", "optimizer" or "ranks" (the state of each rank under local SGD)
+    group          "weights", "averages", "optimizer" or "ranks" (the state of each rank under local SGD)
     num_tensors    number of tensors in either checkpoint
     num_different  number of tensors that differ by more than the tolerance
     first          the first of them in the order of the model
@@ -127,32 +129,33 @@ class _EntryName(NamedTuple):
     """The name of a tensor in a checkpoint, in parts."""
 
     rank: int  # whose own state it is; -1: the state of the whole training
-    is_optimizer: bool
+    group: str  # of GROUPS
     tensor: str
     key: str  # of the optimizer; "" for weights
 
 
 def _parse(name: str) -> _EntryName:
-    match = re.fullmatch(r"(?:rank/([0-9]{1,9})/)?(model|optimizer)/(.+)", name, re.DOTALL)
+    match = re.fullmatch(r"(?:rank/([0-9]{1,9})/)?(model|ema|optimizer)/(.+)", name, re.DOTALL)
     if match is None:
-        return _EntryName(-1, False, name, "")
+        return _EntryName(-1, "weights", name, "")
     rank = int(match[1]) if match[1] is not None else -1
-    if match[2] == "model":
-        return _EntryName(rank, False, match[3], "")
+    group = GROUP_OF_PREFIX[match[2]]
+    if group != "optimizer":
+        return _EntryName(rank, group, match[3], "")
     tensor, _, key = match[3].rpartition("/")
-    return _EntryName(rank, True, tensor, key)
+    return _EntryName(rank, group, tensor, key)
 
 
 def _group(name: str) -> str:
     entry = _parse(name)
-    return "ranks" if entry.rank >= 0 else ("optimizer" if entry.is_optimizer else "weights")
+    return "ranks" if entry.rank >= 0 else entry.group
 
 
-def _sort_key(name: str, positions: Mapping[str, int]) -> tuple[int, bool, int, str, str]:
-    """Return the place of a tensor: weights first, then optimizer state, each in the order of the model."""
+def _sort_key(name: str, positions: Mapping[str, int]) -> tuple[int, int, int, str, str]:
+    """Return the place of a tensor: in the order of groups, and in each in the order of the model."""
     entry = _parse(name)
     position = positions.get(entry.tensor, len(positions))
-    return entry.rank, entry.is_optimizer, position, entry.tensor, entry.key
+    return entry.rank, GROUPS.index(entry.group), position, entry.tensor, entry.key
 
 
 def _kind(name: str) -> str:

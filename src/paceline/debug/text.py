@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
     from paceline.debug.tensors import CheckpointComparison, GroupComparison, TensorDifference
 
-GROUPS = {"weights": "weights", "optimizer": "optimizer state", "ranks": "state of single ranks"}
+GROUPS = {
+    "weights": "weights",
+    "averages": "averages of weights",
+    "optimizer": "optimizer state",
+    "ranks": "state of single ranks",
+}
 DIGITS = 9  # of a number that differs
 
 

@@ -213,7 +213,11 @@ def _load(
     fill = partial(fill_, weights=analysis.weights, device=device)
     prepared = build_training(spec, plan, world, task, device, fill_with=fill, analysis=analysis)
     checkpoints.check_same_model(path, index, spec.task, spec.set, prepared.model)
-    checkpoints.load_(path, prepared.model, None, group=prepared.group)
+    assert prepared.operations is not None
+    averages = prepared.operations.state()
+    if not checkpoints.load_(path, prepared.model, None, group=prepared.group, averages=averages):
+        prepared.operations.restart_averages()
+        notes.append(f"{path} has no averages of all these weights; its weights are evaluated")
     identity = describe_identity(spec, task, prepared.modules, prepared.step.optimizer)
     if changes := describe_changes(index.identity, identity):
         notes.append(f"this evaluation differs from the training at step {index.step}: {'; '.join(changes)}")

@@ -56,6 +56,7 @@ from paceline.training.step import TrainingStep
 from paceline.training.step_metrics import ControlFlags, LaunchedStep, MetricsReducer, StepMetrics
 from paceline.training.stop_policy import StopPolicy, check_stop
 from paceline.training.torch_settings import ineffective_options, set_free_threads, torch_settings
+from paceline.training.weight_operations import read_operations
 from paceline.units import parse_duration_s
 
 
@@ -139,6 +140,7 @@ def train(
         notes = (*notes, *check_sample_count(data.samples, resolved, spec.batch))
         clock.mark("data")
         if resolved.servers is not None:
+            read_operations(task, resolved)
             analysis = build_meta_model(spec, task)
             notes = (*notes, *check_initial_weights_once(spec, task, analysis.model, analysis.weights, world))
             yield from clock.add_start_times(_train_against_servers(context, data, heartbeat, stop, notes))

@@ -48,7 +48,16 @@ def resume(context: RankContext, prepared: PreparedTraining, samples: int) -> Re
             )
     has_rank_state = prepared.local is not None and index.own and index.ranks == world.size
     prefix = checkpoint.rank_prefix(world.rank) if has_rank_state else ""
-    checkpoint.load_(path, prepared.model, prepared.update.optimizer, prefix, prepared.group)
+    operations = prepared.operations
+    averages = operations.state() if operations is not None else {}
+    if (
+        not checkpoint.load_(
+            path, prepared.model, prepared.update.optimizer, prefix, prepared.group, averages
+        )
+        and operations is not None
+    ):
+        operations.restart_averages()
+        notes.append(f"{path} has no averages of all these weights, so they start from its weights")
     if index.own and not has_rank_state:
         notes.append(
             f"{path} is of local SGD on {index.ranks} ranks: this training continues from their mean, "

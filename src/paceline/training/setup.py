@@ -40,6 +40,7 @@ from paceline.training.local_sgd import LocalSgd, build_local_sgd
 from paceline.training.model_analysis import ModelAnalysis, analyze_model, pretrained_path
 from paceline.training.optimizer import OptimizerReport, coalesce_, find_sparse_parameters, make_optimizer
 from paceline.training.step import TrainingStep
+from paceline.training.weight_operations import WeightOperations, read_operations
 
 if TYPE_CHECKING:
     from paceline.parallel.pipeline.runner import Pipeline
@@ -134,19 +135,21 @@ class PreparedTraining:
     group: dist.ProcessGroup | None = None  # of the ranks that hold the model; None: all
     modules: str = ""  # of the model, as checkpoint.identity describes them
     lr_group: str = ""  # as in the event Started
+    operations: WeightOperations | None = None  # None: of a parameter server
 
     def whole_model(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the model of each rank has the weights that the training reached.
 
         A collective.
 
-        Local SGD averages the weights of its ranks; parameter servers send theirs.
+        Local SGD averages the weights of its ranks; parameter servers send theirs. The task may have an
+        exponential moving average.
         """
         if self.servers is not None:
             self.servers.gather_()
         if self.local is not None and self.local.update.is_local:
             return self.local.averaged()
-        return contextlib.nullcontext()
+        return self.operations.averaged() if self.operations is not None else contextlib.nullcontext()
 
     def state(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the state that other ranks may have too, and the state of this rank alone (local SGD).
@@ -160,7 +163,8 @@ class PreparedTraining:
         if self.local is not None and self.local.update.is_local:
             return self.local.state(rank)
         elsewhere = self.step.pipeline.saved_elsewhere if self.step.pipeline is not None else ()
-        return checkpoint.collect_state(self.model, self.step.optimizer, elsewhere), {}
+        averages = self.operations.state(elsewhere) if self.operations is not None else {}
+        return checkpoint.collect_state(self.model, self.step.optimizer, elsewhere) | averages, {}
 
 
 def build_training(
@@ -220,6 +224,9 @@ def build_training(
         share=(_batch_slice(spec, plan, world).share, spec.batch) if plan.uneven else None,
     )
     step.after_backward += _build_gradient_hooks(model, step, mesh, analysis)
+    operations = WeightOperations(read_operations(task, plan), model, plan)
+    if operations.operations:
+        step.after_update.append(operations)
     local = build_local_sgd(model, step, plan)
     has_local_statistics = has_statistics and spec.batch_norm == "local" and local is None
     if has_local_statistics:
@@ -241,7 +248,14 @@ def build_training(
         *((LOCAL_BATCH_NORM,) if has_local_statistics else ()),
     )
     return PreparedTraining(
-        model, step, step, notes, local, modules=modules, lr_group=optimizer_report.lr_group
+        model,
+        step,
+        step,
+        notes,
+        local,
+        modules=modules,
+        lr_group=optimizer_report.lr_group,
+        operations=operations,
     )
 
 

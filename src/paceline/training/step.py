@@ -82,6 +82,8 @@ class TrainingStep:
     on_first_loss: Callable[[object, Batch, Tensor], None] | None = None
     # Called after each backward pass, to complete gradients that torch's engines leave incomplete.
     after_backward: list[Callable[[], None]] = field(default_factory=list)
+    # Called after each update with the number of steps done, to change weights further.
+    after_update: list[Callable[[int], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
@@ -109,6 +111,8 @@ class TrainingStep:
         if self.observe is not None:
             self.observe("gradients", step)
         norm = self.update(lr_factor)
+        for change in self.after_update:
+            change(step + 1)
         if self.observe is not None:
             self.observe("weights", step)
         if self.is_local:  # so that the squares of all ranks add up to their mean

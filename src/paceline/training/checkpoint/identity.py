@@ -13,7 +13,10 @@ from paceline.spec import Spec
 from paceline.task import Task, field_values
 from paceline.training.optimizer import local_optimizer
 
-METHODS = ("model", "dataset", "inputs", "loss", "weights", "metrics", "layout", "optimizer")
+METHODS = (
+    *("model", "dataset", "collate", "inputs", "loss", "weights", "metrics", "layout", "optimizer"),
+    "after_step",
+)
 MODULES, CODE = "modules of the model", "code of "
 
 

@@ -1,8 +1,8 @@
 """Checkpoints on torch's distributed checkpoint, written in the background and readable under any plan.
 
     ckpt/step_50/.metadata, *.distcp   torch's files: tensors `model/NAME`, `optimizer/NAME/KEY`, whole or in
-                                       shards; with local SGD also `rank/N/model/…` and `rank/N/optimizer/…`,
-                                       the state of rank N alone
+                                       shards; averages of weights `ema/NAME`; with local SGD also
+                                       `rank/N/model/…` and `rank/N/optimizer/…`, the state of rank N alone
     ckpt/step_50/checkpoint.json       step, samples, task, plan, shapes; size and CRC-32 of each file, and a
                                        CRC-32 of this file; written last
 
@@ -43,6 +43,7 @@ from paceline.training.optimizer import balance_by_size, local_optimizer
 from paceline.training.stop_policy import StopState
 
 INDEX = "checkpoint.json"
+AVERAGES = "ema/"  # prefix of the names of moving averages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -447,13 +448,16 @@ def load_(
     optimizer: torch.optim.Optimizer | None,
     prefix: str = "",
     group: dist.ProcessGroup | None = None,
-) -> None:
+    averages: Mapping[str, Tensor] | None = None,
+) -> bool:
     """Read a checkpoint into a model and an optimizer, distributed by any plan.
 
     Each rank reads what it holds.
 
     optimizer: None: only the weights are read. prefix: of the names to read, "" or that of a rank. `group`:
-    the ranks that read; None: all. A collective.
+    the ranks that read; None: all. averages: tensors to read by their names in the checkpoint. A collective.
+
+    Returns whether the checkpoint has the averages; if not, they are not changed.
     """
     from paceline.training.checkpoint.metadata import read_tensors
 
@@ -466,7 +470,11 @@ def load_(
     }
     if optimizer is not None:
         wanted |= _allocate_optimizer_state_(stored, model, optimizer, prefix)
+    has_averages = all(name in stored for name in averages or ())
+    if has_averages:
+        wanted |= averages or {}
     read_tensors(path, metadata, wanted, group)
+    return has_averages
 
 
 def _allocate_optimizer_state_(

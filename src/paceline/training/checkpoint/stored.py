@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from paceline.errors import CheckpointError
 from paceline.training.checkpoint.metadata import read_tensors
-from paceline.training.checkpoint.save import Index, load_metadata, read_index, verify_files
+from paceline.training.checkpoint.save import AVERAGES, Index, load_metadata, read_index, verify_files
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,19 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
     return StoredCheckpoint(path, index, load_metadata(path, index))
 
 
-def load_weights(path: Path) -> dict[str, Tensor]:
+def load_weights(path: Path, averaged: bool = False) -> dict[str, Tensor]:
     """Return the whole weights of a checkpoint, under all their names in the model.
 
-    Raises CheckpointError if it is damaged.
+    averaged: the moving average in place of each weight that has one. Raises CheckpointError if the
+    checkpoint is damaged or has no averages.
     """
     checkpoint = open_checkpoint(path)
     entries = checkpoint.read(entry for entry in checkpoint.names() if entry.startswith("model/"))
     whole = {entry.removeprefix("model/"): tensor for entry, tensor in entries.items()}
+    if averaged:
+        names = [entry for entry in checkpoint.names() if entry.startswith(AVERAGES)]
+        if not names:
+            raise CheckpointError(f"{path} has no moving averages: the task's after_step() has no Ema")
+        whole |= {name.removeprefix(AVERAGES): tensor for name, tensor in checkpoint.read(names).items()}
     tied = checkpoint.index.tied
     return whole | {alias: whole[name].clone() for alias, name in tied.items() if name in whole}
