@@ -21,9 +21,10 @@ A task says what to train and never mentions ranks:
 
 The command line starts the processes: `paceline train mine.py:Mine --ranks 4 --plan zero3`. From Python:
 
-    train          one rank of a training, as a generator of events; alone it is one process
+    train          train on one or more processes, as a generator of events
     find_plans     the plans that fit, fastest first
     verify_plan    check that a plan computes the same training as one process
+    spawn          call a function on connected processes
     evaluate       the metrics of a checkpoint of a run on any split
     describe       what planning knows of a model
     Task, Layout   what to train, and how its model may be split
@@ -65,14 +66,15 @@ if TYPE_CHECKING:
     from paceline.events import Stalled as Stalled
     from paceline.events import Started as Started
     from paceline.events import Step as Step
+    from paceline.launch.call_on_ranks import spawn as spawn
     from paceline.launch.evaluate_run import evaluate as evaluate
+    from paceline.launch.train_run import train as train
     from paceline.plan.plan import Plan as Plan
     from paceline.run import RunFolder as RunFolder
     from paceline.spec import Spec as Spec
     from paceline.task import Layout as Layout
     from paceline.task import Task as Task
     from paceline.training.find_plans import find_plans as find_plans
-    from paceline.training.loop import train as train
     from paceline.training.model_facts.describe import describe as describe
     from paceline.verify.verify_plan import verify_plan as verify_plan
 
@@ -110,7 +112,8 @@ _PLACES = {
     "describe": "training.model_facts.describe",
     "evaluate": "launch.evaluate_run",
     "find_plans": "training.find_plans",
-    "train": "training.loop",
+    "spawn": "launch.call_on_ranks",
+    "train": "launch.train_run",
     "verify_plan": "verify.verify_plan",
 }
 __all__ = [
@@ -147,6 +150,7 @@ __all__ = [
     "describe",
     "evaluate",
     "find_plans",
+    "spawn",
     "train",
     "verify_plan",
 ]

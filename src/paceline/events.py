@@ -193,6 +193,7 @@ class Failed(Event):
     rank       the rank that failed, if it is known
     lost_peer  whether this rank failed only because another rank was lost
     meant      whether Paceline raised the error on purpose, so that the message is complete
+    error      name of the class of the error, such as "TaskError"; empty if the rank reported no error
     """
 
     what: str
@@ -201,6 +202,7 @@ class Failed(Event):
     rank: int | None = None
     lost_peer: bool = False
     meant: bool = False
+    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

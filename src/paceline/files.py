@@ -96,17 +96,22 @@ def has_open(pid: int, path: Path) -> bool:
     return False
 
 
-def write_secret(path: Path, text: str) -> None:
+def write_secret(path: Path, content: str | bytes) -> None:
     """Write a file that only this user can read. Raises OSError."""
     temporary = path.with_name(f".{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
     temporary.replace(path)
 
 
 def read_own(path: Path) -> str:
     """Return the text of a file that this user or root owns. Raises OSError; RunError for other owners."""
+    return read_own_bytes(path).decode()
+
+
+def read_own_bytes(path: Path) -> bytes:
+    """Return the content of a file that this user or root owns. The errors are those of `read_own`."""
     with open_regular(path) as file:
         owner = os.fstat(file.fileno()).st_uid
         if owner not in (os.geteuid(), 0):
@@ -114,7 +119,7 @@ def read_own(path: Path) -> str:
                 f"{path} belongs to user {owner}, who can write to {path.parent};"
                 f" remove that permission: chmod go-w {path.parent}"
             )
-        return file.read().decode()
+        return file.read()
 
 
 def reason(error: Exception) -> str:

@@ -120,6 +120,16 @@ class RunFolder:
         return self.path / "ranks"
 
     @property
+    def temporary(self) -> Path:
+        """Path of a file in a folder that is deleted when the training ends."""
+        return self.path / "temporary"
+
+    @property
+    def is_temporary(self) -> bool:
+        """Whether the folder is deleted when the training ends, so that no checkpoints are saved in it."""
+        return self.temporary.exists()
+
+    @property
     def tensorboard(self) -> Path:
         """Path of the folder of TensorBoard's scalars."""
         return self.path / "tensorboard"
@@ -137,6 +147,8 @@ class RunFolder:
 
     def hint(self) -> str:
         """Return how to continue the run after a failure."""
+        if self.is_temporary:
+            return "nothing was saved; run=FOLDER saves checkpoints"
         steps = self.checkpoints()
         return (
             f"continue from step {steps[-1]} with: paceline resume {self.path}"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import inspect
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, dataclass_transform
 
+import tomli_w
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from paceline.errors import TaskError
@@ -185,9 +188,23 @@ REQUIRED = ("model", "dataset", "loss")
 METHODS = frozenset(name for name in vars(Task) if not name.startswith("_"))
 
 
+_received: dict[str, Task] = {}  # tasks that another process sent to this one, by reference
+
+
+def keep_received(reference: str, task: Task) -> None:
+    """Let `load_task` return a task that another process sent, for the rest of this process."""
+    _received[reference] = task
+
+
 def load_task(reference: str, fields: Mapping[str, Any]) -> Task:
     """Return the task that `reference` names, with these fields. Raises TaskError."""
-    kind = load_task_class(reference)
+    if reference in _received:
+        return _received[reference]
+    return build_task(load_task_class(reference), reference, fields)
+
+
+def build_task(kind: type[Task], reference: str, fields: Mapping[str, Any]) -> Task:
+    """Return a task of a class, with these fields. `reference` names it in errors. Raises TaskError."""
     known = [field.name for field in dataclasses.fields(kind)]
     for name in fields:
         if name not in known:
@@ -209,13 +226,18 @@ def load_task(reference: str, fields: Mapping[str, Any]) -> Task:
 def load_task_class(reference: str) -> type[Task]:
     """Return the class that `reference` names, after a check of its methods and fields. Raises TaskError."""
     kind = import_task_class(reference)
+    check_task_class(kind, reference)
+    return kind
+
+
+def check_task_class(kind: type[Task], reference: str) -> None:
+    """Raise TaskError if a class lacks methods or has unsuitable fields. `reference` names it in errors."""
     if missing := [name for name in REQUIRED if getattr(kind, name) is getattr(Task, name)]:
         raise TaskError(f"{reference} has no method {missing[0]}; a task requires {', '.join(REQUIRED)}")
     if clashing := [field.name for field in dataclasses.fields(kind) if field.name in METHODS]:
         raise TaskError(
             f"{reference}: the field {clashing[0]!r} has the name of a method of Task; rename the field"
         )
-    return kind
 
 
 def _suggest_field(name: str, fields: list[str]) -> str:
@@ -247,6 +269,11 @@ def import_task_class(reference: str) -> type[Task]:
             )
         name = defined[0]
     kind = getattr(module, name, None)
+    if kind is None and place == "__main__":
+        raise TaskError(
+            f"the task {name} was defined in a notebook or an interactive session, which this process cannot "
+            "import; save it in a file"
+        )
     if kind is None:
         raise TaskError(f"{place} has no class {name}{suggest(name, tasks)}")
     if not (inspect.isclass(kind) and issubclass(kind, Task)):
@@ -318,14 +345,35 @@ def reference_to(task: Task) -> str:
     return f"{type(task).__module__}:{type(task).__qualname__}"
 
 
+def portable_reference_to(task: Task) -> str:
+    """Return the reference of a task, with the file in place of the module `__main__` if there is a file."""
+    module, _, name = reference_to(task).partition(":")
+    file = getattr(sys.modules["__main__"], "__file__", None) if module == "__main__" else None
+    return f"{os.path.abspath(file)}:{name}" if file is not None else f"{module}:{name}"
+
+
+def storable_fields(task: Task) -> dict[str, Any] | None:
+    """Return the fields of a task as a request stores them, or None if TOML cannot represent one of them."""
+    kind = type(task)
+    try:
+        values = TypeAdapter(kind).dump_python(task, mode="json", warnings="none")
+        fields = {name: value for name, value in values.items() if value is not None}
+        tomli_w.dumps(fields)
+        loaded = build_task(kind, kind.__name__, fields)
+    except Exception:  # a value of any class, whose methods are the user's
+        return None
+    return fields if repr(field_values(loaded)) == repr(field_values(task)) else None
+
+
 def _load_file(path: Path) -> ModuleType:
     """Import a Python file, or return the module if it is imported already."""
     if not path.is_file():
         raise TaskError(f"no such file: {path}{_suggest_file(path)}")
     given_path, path = path, path.resolve()
     name = path.stem if importlib.util.find_spec(path.stem) is None else f"task_{path.stem}"
-    for module in (sys.modules.get(path.stem), sys.modules.get(name)):
-        if module is not None and getattr(module, "__file__", None) == str(path):
+    for module in (sys.modules.get("__main__"), sys.modules.get(path.stem), sys.modules.get(name)):
+        file = getattr(module, "__file__", None)
+        if module is not None and file is not None and os.path.realpath(file) == str(path):
             return module
     if str(path.parent) not in sys.path:
         # The task may import files from its folder, in the workers of the data loader as well.
@@ -336,13 +384,35 @@ def _load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with _importing(str(given_path)):
+            spec.loader.exec_module(module)
     except BaseException as error:
         sys.modules.pop(name, None)
         if is_passed_through(error):
             raise
         raise _import_error(f"cannot import {given_path}", error) from error
     return module
+
+
+_imports: list[str] = []  # files and modules of tasks that are being imported
+
+
+@contextlib.contextmanager
+def _importing(place: str) -> Iterator[None]:
+    _imports.append(place)
+    try:
+        yield
+    finally:
+        _imports.pop()
+
+
+def check_not_importing(function: str) -> None:
+    """Raise TaskError while the module of a task is imported, which must not call `function`."""
+    if _imports:
+        raise TaskError(
+            f"{_imports[-1]} calls {function} when it is imported; put the call below "
+            "'if __name__ == \"__main__\":', because other processes import the file for its task"
+        )
 
 
 def _suggest_file(path: Path) -> str:
@@ -362,7 +432,8 @@ def _load_module(name: str, reference: str) -> ModuleType:
     if ":" not in BUILT_IN.get(reference, reference):
         raise _unknown_task(reference)
     try:
-        return importlib.import_module(name)
+        with _importing(name):
+            return importlib.import_module(name)
     except BaseException as error:
         if is_passed_through(error):
             raise

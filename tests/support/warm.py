@@ -13,6 +13,7 @@ import functools
 import gc
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -40,6 +41,7 @@ WITH_RANKS = (
     "bench",
     "profile",
     "evaluate",
+    "launcher",
 )
 POLL_S = 0.005
 
@@ -102,7 +104,10 @@ def _end(process: subprocess.Popen[bytes], client: socket.socket) -> None:
 
 
 def start(words: Sequence[str], at: Path, env: Mapping[str, str], out: str, err: str) -> Process:
-    """Start `paceline WORDS`, whose output is appended to the files `out` and `err`."""
+    """Start `paceline WORDS`, whose output is appended to the files `out` and `err`.
+
+    `python FILE` runs a script instead. The processes that it starts are forks, too.
+    """
     request = json.dumps([list(words), str(at), dict(env), out, err]).encode()
     assert len(request) < MAX_REQUEST_BYTES
     with adopt_descendants():
@@ -118,7 +123,8 @@ def _serve() -> None:
     import torch._dynamo  # noqa: F401 (the first step of an optimizer imports it)
 
     import paceline.launch.local
-    import paceline.launch.rank_main  # noqa: F401
+    import paceline.launch.rank_main
+    import paceline.launch.supervise  # noqa: F401
     from paceline import cli
     from paceline.launch.fork_ranks import fork_twice
 
@@ -152,6 +158,13 @@ def _run_command(words: list[str], at: str, env: dict[str, str], out: str, err: 
         os.close(file)
     os.chdir(at)
     _publish_mark(env.get(MARK, ""))
+    if words[:1] == ["python"]:
+        source = Path(at, words[1]).read_text()
+        if "paceline.spawn(" in source:
+            _prepare_fork_server(at)
+        for _ in range(source.count("paceline.train(")):
+            _prepare_launcher(at)
+        _run(functools.partial(runpy.run_path, words[1], run_name="__main__"), words[1:], at, env)
     if words and words[0] in WITH_RANKS:
         _prepare_fork_server(at)
     _run(cli.main, [sys.argv[0], *words], at, env)
@@ -190,14 +203,50 @@ def _publish_mark(mark: str) -> None:
     ctypes.memmove(start + at, mark.encode().ljust(MARK_BYTES, b"0"), MARK_BYTES)
 
 
-def _prepare_fork_server(at: str) -> None:
-    """Fork a process that becomes the fork server of this command, or ends with it."""
+def _fork(become: Callable[[socket.socket, str], NoReturn], at: str) -> tuple[socket.socket, int]:
+    """Fork a process that calls `become`. Return a socket to it, and its id."""
     mine, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if not pid:
         mine.close()
-        _become_fork_server(remote, at)
+        become(remote, at)
     remote.close()
+    return mine, pid
+
+
+def _prepare_launcher(at: str) -> None:
+    """Fork a process that becomes the launcher of `paceline.train`, or ends with this process."""
+    from paceline.launch import train_run
+
+    mine, pid = _fork(_become_launcher, at)
+    start_new_command = train_run._start_command
+
+    def start_command(words: Sequence[str], environ: Mapping[str, str]) -> Child:
+        train_run._start_command = start_new_command
+        with mine:
+            mine.send(json.dumps([words, dict(environ)]).encode())
+        return Forked(pid)
+
+    train_run._start_command = start_command
+
+
+def _become_launcher(requests: socket.socket, at: str) -> NoReturn:
+    from paceline import cli
+
+    with requests:
+        request = requests.recv(MAX_REQUEST_BYTES)
+    if not request:
+        os._exit(0)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    words, environ = json.loads(request)
+    _prepare_fork_server(at)
+    _run(cli.main, [sys.argv[0], *words], at, environ)
+
+
+def _prepare_fork_server(at: str) -> None:
+    """Fork a process that becomes the fork server of this command, or ends with it."""
+    mine, pid = _fork(_become_fork_server, at)
 
     start_new_process = ForkServer._start_process
 

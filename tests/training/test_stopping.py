@@ -174,7 +174,7 @@ def train_with_clock(spec: Spec, plan: str, run: Path, elapsed_s: list[float]) -
     import os
 
     rank = int(os.environ["RANK"])
-    *_, ended = train(spec, parse(plan), run=RunFolder(run), elapsed_s=elapsed_s[rank])
+    *_, ended = loop.train(spec, parse(plan), run=RunFolder(run), elapsed_s=elapsed_s[rank])
     return ended
 
 

@@ -13,7 +13,13 @@ from paceline.errors import Error, SpecError
 from paceline.output import ignore_write_errors, open_standard_files, replace_unencodable
 from paceline.version import __version__
 
-TRAINING = ("train", "resume", "rank", "agent")  # commands that continue when nobody reads their output
+TRAINING = (
+    "train",
+    "resume",
+    "rank",
+    "agent",
+    "launcher",
+)  # commands that continue when nobody reads their output
 
 # The commands in the order of the help page, with their panel and the first sentence of their help.
 # The module of a command is imported when the command is called: importing all of them takes half a second.
@@ -51,6 +57,7 @@ PANELS = {
     "Internal": {
         "rank": "Train as one rank of a run.",
         "agent": "Start and restart the ranks of one node.",
+        "launcher": "Start and supervise the ranks of a run for a Python process.",
     },
 }
 COMMANDS = {name: sentence for commands in PANELS.values() for name, sentence in commands.items()}

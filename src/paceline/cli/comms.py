@@ -35,10 +35,11 @@ def comms(
 
     One process simulates the ranks; nothing is sent.
     """
-    from paceline.cli.launching import read_request, resolve_launch
+    from paceline.cli.launching import read_request
     from paceline.distributed.world import World
     from paceline.errors import SpecError
     from paceline.files import check_target, write_whole
+    from paceline.launch.check_launch import resolve_launch
 
     flags = {
         "ranks": ranks,

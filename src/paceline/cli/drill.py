@@ -101,9 +101,9 @@ def drill(
 def _prepare(spec: Spec, launch: Launch, folder: Path) -> "Drill":
     """Return the drill. Raises an Error for whatever is wrong before the first training."""
     from paceline import task as tasks
-    from paceline.cli.launching import check_launch
     from paceline.distributed.world import read_world
     from paceline.drill.run import Drill
+    from paceline.launch.check_launch import check_launch
     from paceline.plan.plan import parse
 
     if (launcher := read_world().launcher) is not None:

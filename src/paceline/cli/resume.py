@@ -108,7 +108,8 @@ def resume_run(
     is_restart: a scheduler started the same command again, so that the run may be complete already.
     edited: accept a request that was edited by hand.
     """
-    from paceline.cli.launching import announce_start, check_launch, start
+    from paceline.cli.launching import announce_start, start
+    from paceline.launch.check_launch import check_launch
     from paceline.report.run_view import glance
 
     if me.launcher is not None:

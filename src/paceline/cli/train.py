@@ -37,7 +37,8 @@ def start_run(spec: Spec, launch: Launch, me: World) -> None:
             "--launcher out"
         )
     from paceline import task
-    from paceline.cli.launching import announce_start, check_launch, has_started, start
+    from paceline.cli.launching import announce_start, has_started, start
+    from paceline.launch.check_launch import check_launch
     from paceline.launch.launchers import is_rank
     from paceline.run import create, reserve
 

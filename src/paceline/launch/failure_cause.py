@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from paceline import events
+from paceline import errors, events
 from paceline.doctor.diagnose import Diagnosis
 from paceline.doctor.rank_state import read_heartbeats
 from paceline.errors import Error, RankError
@@ -22,6 +22,9 @@ from paceline.units import numbered
 LOG_LINES = 20  # last lines of the log of the failed rank
 AGENT_WAITS_S = 30  # torch 2.13: time between SIGTERM and SIGKILL of the agent
 REPORT_S = 5.0  # for the failures that agents of other nodes report
+ERRORS = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Error)
+}
 
 
 class _Cause(NamedTuple):
@@ -30,6 +33,7 @@ class _Cause(NamedTuple):
     shows_log: bool = False
     is_new: bool = False  # not in the events yet
     is_expected: bool = False  # an Error with a message for users
+    error: str = ""  # the name of its class
 
 
 def find_cause(
@@ -46,7 +50,7 @@ def find_cause(
     log = _find_log(run, cause.rank or 0)
     output = log.read_text(errors="replace") if log.exists() else ""
     if cause.is_expected:
-        error = Error(cause.text)
+        error = ERRORS.get(cause.error, Error)(cause.text)
         error.__cause__ = RankError(output)  # for --debug
         return error
     message = f"{cause.text}; {run.hint()}"
@@ -96,7 +100,7 @@ def _identify_cause(
         everywhere = next(
             (event for event in expected if first.message == f"rank {first.rank}: {event.message}"), first
         )
-        return _Cause(first.rank, everywhere.message, is_expected=True), step
+        return _Cause(first.rank, everywhere.message, is_expected=True, error=first.error), step
     causes = [event for event in reports.values() if not event.lost_peer]
     if hang is not None and not silent and not causes:
         return _Cause(next(iter(hang.at_fault), None), _describe_hang(run, hang, step), is_new=True), step

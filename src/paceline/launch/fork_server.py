@@ -162,20 +162,29 @@ class ForkServer:
 
 
 class RankForkServer(ForkServer):
-    """Starts the ranks of a run by forking, or by `spawn` if forking is not possible."""
+    """Starts the ranks of a run by forking, or by `spawn` if forking is not possible.
+
+    task_file: see `build_rank_arguments`.
+    """
 
     node = "localhost"
+
+    def __init__(self, run: Path, environ: Mapping[str, str], log: IO[bytes], task_file: Path | None = None):
+        super().__init__(build_rank_arguments(run, task_file), environ, log)
+        self._task_file = task_file
 
     def start(self, run: Path, environ: Mapping[str, str], log: Path) -> RankProcess:
         """Start a rank with these variables, whose standard error goes to `log`."""
         unfinished = mark_unfinished(RunFolder(run), int(environ["RANK"]))
         with open(log, "wb") as file:
             forked = self.fork(environ, file)
-        return RankProcess(forked, unfinished) if forked is not None else spawn(run, environ, log)
+        if forked is None:
+            return spawn(run, environ, log, self._task_file)
+        return RankProcess(forked, unfinished)
 
 
 @contextlib.contextmanager
-def fork_server(run: RunFolder, ranks: int) -> Iterator[RankForkServer | None]:
+def fork_server(run: RunFolder, ranks: int, task_file: Path | None = None) -> Iterator[RankForkServer | None]:
     """Yield a fork server that runs until the context ends, or None if ranks must be spawned."""
     environ = build_shared_environment(ranks)
     if ranks < 2 or not is_safe(environ):
@@ -184,7 +193,7 @@ def fork_server(run: RunFolder, ranks: int) -> Iterator[RankForkServer | None]:
     run.ranks.mkdir(exist_ok=True)
     with (
         open(run.ranks / "fork_server.txt", "wb") as log,
-        contextlib.closing(RankForkServer(build_rank_arguments(run.path), environ, log)) as server,
+        contextlib.closing(RankForkServer(run.path, environ, log, task_file)) as server,
     ):
         yield server
 

@@ -1,23 +1,28 @@
 """Start ranks on this machine."""
 
+from pathlib import Path
+
 from paceline.launch.fork_server import fork_server
-from paceline.launch.supervise import kill_children, supervise
-from paceline.launch.worker_processes import launch, use_this_machine
 from paceline.run import RunFolder
 
 
-def start(run: RunFolder, ranks: int, restarts: int) -> int:
+def start(run: RunFolder, ranks: int, restarts: int, task_file: Path | None = None) -> int:
     """Train the request of `run` on `ranks` ranks, show the progress, and return the exit status.
 
     If a rank fails, all ranks are restarted from the last complete checkpoint, up to `restarts` times.
+    task_file: a task that another process sent (see `launch.sent_task`).
     Raises the Error that ended the training, or RankError for a rank that ended without an error message.
     """
-    with fork_server(run, ranks) as server:
+    with fork_server(run, ranks, task_file) as server:
+        # They import torch, while the fork server imports it too.
+        from paceline.launch.supervise import kill_children, supervise
+        from paceline.launch.worker_processes import launch, use_this_machine
+
         keep = {server.pid} if server is not None else ()
         return supervise(
             run,
             lambda on_restart, on_start: launch(
-                run, use_this_machine(ranks, server), restarts, on_restart, on_start
+                run, use_this_machine(ranks, server, task_file), restarts, on_restart, on_start
             ),
             lambda only: kill_children(only, keep),
         )

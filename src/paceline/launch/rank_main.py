@@ -30,18 +30,27 @@ from paceline.training.loop import train
 from paceline.user_code import LOST_PEER
 
 
-def run_started(run: RunFolder, world: World, launcher: int, importer: int | None = None) -> None:
+def run_started(
+    run: RunFolder,
+    world: World,
+    launcher: int,
+    importer: int | None = None,
+    task_file: Path | None = None,
+) -> None:
     """Train as a rank of Paceline's launcher, which has created the run folder and shows the progress.
 
     launcher: the process id of the launcher.
     importer: the process id of the fork server that imported the modules, if the rank was forked.
+    task_file: a task that another process sent.
     """
     os.dup2(2, 1)  # one log per rank
     spec, launch = run.next_request()  # it may be for more ranks, if nodes were lost
     started = threading.Event()
     with (
         Interrupt(launcher) as interrupt,
-        contextlib.closing(_train_recorded(spec, launch, world, run, interrupt, importer)) as training_events,
+        contextlib.closing(
+            _train_recorded(spec, launch, world, run, interrupt, importer, task_file)
+        ) as training_events,
     ):
         threading.Thread(target=_exit_if_orphaned, args=(interrupt, started), daemon=True).start()
         for _ in training_events:
@@ -184,6 +193,7 @@ def _train_recorded(
     run: RunFolder,
     interrupt: Interrupt,
     importer: int | None = None,
+    task_file: Path | None = None,
 ) -> Generator[Event]:
     """Train and yield the events. Rank 0 writes each event to the run folder before it is yielded."""
     keep_freed_memory()
@@ -197,6 +207,10 @@ def _train_recorded(
         try:
             if run.path.exists() and world.rank == 0:
                 at_exit.enter_context(run.lock())
+            if task_file is not None:
+                from paceline.launch.sent_task import receive_task
+
+                receive_task(task_file)
             if launch.ranks not in (None, world.size):
                 from paceline.training.replan import replan
 
@@ -217,6 +231,7 @@ def _train_recorded(
                 stop=stop,
                 notes=notes,
                 elapsed_s=elapsed_s,
+                saves=not run.is_temporary,
             ):
                 if isinstance(event, Started):
                     event = replace(event, start_s={**start_s, **event.start_s})
@@ -258,6 +273,7 @@ def _train_recorded(
                         message=message,
                         lost_peer=lost_peer,
                         meant=meant,
+                        error=type(error).__name__,
                     ),
                 )
             if reported is error:

@@ -6,7 +6,9 @@ where that is not safe.
 ranks = Ranks(4); ranks(function, *args, timeout_s=60)   # the results of function(*args) by rank
 """
 
+import atexit
 import contextlib
+import functools
 import itertools
 import os
 import pickle
@@ -76,6 +78,13 @@ WORDS = ("-m", "paceline.launch.rank_pool")
 _server = _SharedForkServer()
 
 
+@functools.cache
+def keep_server() -> None:
+    """Let the fork server run until this process ends, so that later pools start at once."""
+    _server.acquire()
+    atexit.register(_server.release)
+
+
 @dataclass(frozen=True)
 class _Surroundings:
     """What a rank takes over from the process that starts it."""
@@ -94,6 +103,15 @@ class _PoolRank:
     process: Child
     pipe: Connection
     output: IO[bytes]
+    shown: int = 0  # bytes of the output that read_new_output has returned
+
+    def read_new_output(self, whole_lines: bool) -> str:
+        """Return the output since the last call."""
+        new = os.pread(self.output.fileno(), os.fstat(self.output.fileno()).st_size - self.shown, self.shown)
+        if whole_lines:
+            new = new[: new.rfind(b"\n") + 1]
+        self.shown += len(new)
+        return new.decode(errors="replace")
 
     def read_output(self) -> str:
         """Return the last lines of the output, indented."""
@@ -123,6 +141,8 @@ class Ranks:
         self._store: dist.TCPStore | None = None
         self._has_server = False
         self._ready = False
+        self._output_lock = threading.Lock()
+        self._last_output: str | None = None  # of ranks that were killed; None: nobody reads it
 
     def __enter__(self) -> "Ranks":
         return self
@@ -236,13 +256,23 @@ class Ranks:
         assert isinstance(answer, _Answer)
         return answer
 
+    def read_new_output(self, whole_lines: bool = False) -> str:
+        """Return what the ranks printed since the last call, by rank. Another thread may call it."""
+        with self._output_lock:
+            text, self._last_output = self._last_output or "", ""
+            return text + "".join(rank.read_new_output(whole_lines) for rank in self._running)
+
     def _kill(self) -> None:
         for rank in self._running:
             rank.pipe.close()
             rank.process.send_signal(signal.SIGKILL)
             rank.process.wait()
-            rank.output.close()
-        self._running, self._store, self._ready = [], None, False
+        with self._output_lock:
+            for rank in self._running:
+                if self._last_output is not None:
+                    self._last_output += rank.read_new_output(whole_lines=False)
+                rank.output.close()
+            self._running, self._store, self._ready = [], None, False
 
     def end(self) -> None:
         """Kill the processes."""

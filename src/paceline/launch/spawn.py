@@ -50,9 +50,13 @@ def build_shared_environment(ranks: int) -> dict[str, str]:
     return ({"OMP_NUM_THREADS": "1"} if ranks > 1 else {}) | os.environ
 
 
-def build_rank_arguments(run: Path) -> list[str]:
-    """Return the arguments with which Python becomes a rank whose launcher is this process."""
-    return ["-m", "paceline", "rank", str(run), str(os.getpid())]
+def build_rank_arguments(run: Path, task_file: Path | None = None) -> list[str]:
+    """Return the arguments with which Python becomes a rank whose launcher is this process.
+
+    task_file: a task that another process sent (see `launch.sent_task`).
+    """
+    sent = ["--task-file", str(task_file)] if task_file is not None else []
+    return ["-m", "paceline", "rank", *sent, str(run), str(os.getpid())]
 
 
 class Child(Protocol):
@@ -105,12 +109,12 @@ def mark_unfinished(run: RunFolder, rank: int) -> Path:
     return unfinished
 
 
-def spawn(run: Path, environ: Mapping[str, str], log: Path) -> RankProcess:
+def spawn(run: Path, environ: Mapping[str, str], log: Path, task_file: Path | None = None) -> RankProcess:
     """Start a rank. It saves and ends when this process is gone."""
     unfinished = mark_unfinished(RunFolder(run), int(environ["RANK"]))
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            [sys.executable, *build_rank_arguments(run)],
+            [sys.executable, *build_rank_arguments(run, task_file)],
             env=build_shared_environment(int(environ["WORLD_SIZE"])) | dict(environ),
             stderr=file,
             start_new_session=True,

@@ -87,17 +87,22 @@ class _LocalSlot:
     """A slot on this machine, in which a rank is spawned."""
 
     node = "localhost"
-    start = staticmethod(spawn)
+
+    def __init__(self, task_file: Path | None):
+        self._task_file = task_file
+
+    def start(self, run: Path, environ: Mapping[str, str], log: Path) -> Process:
+        return spawn(run, environ, log, self._task_file)
 
 
-def use_this_machine(ranks: int, server: RankForkServer | None) -> Slots:
+def use_this_machine(ranks: int, server: RankForkServer | None, task_file: Path | None = None) -> Slots:
     """Return slots on this machine. Ranks are forked if there is a fork server, else spawned."""
 
     @contextlib.contextmanager
     def open_slots(attempt: int, stop: StopRequest) -> Iterator[Sequence[Slot]]:
         while server is not None and not server.has_answered(POLL_S):
             stop.check()
-        yield [server or _LocalSlot()] * ranks
+        yield [server or _LocalSlot(task_file)] * ranks
 
     return open_slots
 

@@ -336,8 +336,11 @@ def _check_if_small(spec: Spec, task: Task, model: nn.Module, weights: Weights) 
 def _find_marker(task: Task, model: nn.Module) -> Path | None:
     """Return the file that exists if this user has checked this model with this software.
 
-    None if there is no cache folder that only this user can write to.
+    None if there is no cache folder that only this user can write to, or if code is from a notebook or was
+    sent by another process, so that there is no file to recognize it by.
     """
+    if any(kind.__module__ == "__main__" for kind in _classes(task, model)):
+        return None
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "paceline" / "weights"
     try:
         folder.mkdir(parents=True, mode=0o700, exist_ok=True)
@@ -354,16 +357,19 @@ def _find_marker(task: Task, model: nn.Module) -> Path | None:
     return folder / _digest(task, model)
 
 
+def _classes(task: Task, model: nn.Module) -> set[type]:
+    return {type(module) for module in model.modules()} | {*type(task).__mro__}
+
+
 def _digest(task: Task, model: nn.Module) -> str:
     """Return a digest of what determines initial weights: task fields, code of its modules, libraries."""
     digest = hashlib.sha256()
     versions = [sys.version, __version__, *map(_version, LIBRARIES)]
     digest.update(repr((tasks.reference_to(task), tasks.field_values(task), versions)).encode())
-    kinds = {type(module) for module in model.modules()} | {*type(task).__mro__}
     for file in sorted(
         {
             file
-            for kind in kinds
+            for kind in _classes(task, model)
             if (file := getattr(sys.modules.get(kind.__module__), "__file__", None)) is not None
         }
     ):

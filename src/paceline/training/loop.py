@@ -72,10 +72,9 @@ def train(
     observe: Callable[[nn.Module, str, int], None] | None = None,
     notes: Sequence[str] = (),
     elapsed_s: float = 0.0,
+    saves: bool = True,
 ) -> Generator[Event]:
-    """Train as `spec` and `plan` say, and yield an event for each thing that happens.
-
-    All ranks must iterate in step.
+    """Train as one rank, and yield an event for each thing that happens. All ranks must iterate in step.
 
     spec: what to train.
     plan: a Plan, or its text on the command line, such as "zero3" [default: single on one rank, ddp on
@@ -90,6 +89,7 @@ def train(
     ("weights", step) after each update.
     notes: sentences to report at the start.
     elapsed_s: the part of `spec.max_time` that passed before the first event was requested.
+    saves: whether checkpoints are saved in `run`; if not, it gets only heartbeats.
 
     Raises SpecError, PlanError, DataError, TaskError and CheckpointError before the first step, DivergedError
     if the loss is not finite, and CheckpointError at the end if the last checkpoint could not be written.
@@ -128,7 +128,7 @@ def train(
             str(plan),
             world,
             torch_device,
-            run,
+            run if saves else None,
             ranks=world.size,
             deadline=began + parse_duration_s(spec.max_time) if spec.max_time is not None else None,
         )

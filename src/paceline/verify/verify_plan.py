@@ -1,7 +1,5 @@
 """`paceline.verify_plan`: check one plan from Python."""
 
-import sys
-
 from paceline import task as tasks
 from paceline.errors import TaskError
 from paceline.plan.plan import Plan, parse
@@ -51,14 +49,11 @@ def verify_plan(
 
 def _reference_to(task: Task) -> str:
     """Return a reference by which other processes find the class of `task`."""
-    reference = tasks.reference_to(task)
+    reference = tasks.portable_reference_to(task)
     module, _, name = reference.partition(":")
-    if module != "__main__":
-        return reference
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    if file is None:
+    if module == "__main__":
         raise TaskError(
             f"task {name} is defined in an interactive session, which other processes cannot import; "
             "save it in a file"
         )
-    return f"{file}:{name}"
+    return reference

@@ -16,6 +16,7 @@ def rank(
     run: Path,
     launcher: Annotated[int | None, typer.Argument()] = None,
     server: Annotated[int | None, typer.Argument()] = None,
+    task_file: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """Train as one rank of a run. The environment gives the number of the rank.
 
@@ -23,6 +24,7 @@ def rank(
         started this process, and the ranks report their errors themselves.
     server: the descriptor of a socket. This process is then a fork server, and the launcher requests ranks
         over the socket.
+    task_file: a task that another process sent (see `launch.sent_task`).
     """
     importer = None
     if server is not None:
@@ -42,7 +44,7 @@ def rank(
         return
     from paceline.launch.rank_main import run_started
 
-    run_started(folder, me, launcher, importer)
+    run_started(folder, me, launcher, importer, task_file)
 
 
 def _train_reporting_once(folder: RunFolder, me: World) -> None:

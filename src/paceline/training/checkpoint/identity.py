@@ -58,8 +58,13 @@ def _sources(task: Task) -> dict[str, str]:
         method = getattr(type(task), name)
         if method is not getattr(Task, name):
             methods[f"{name}()"] = method
+    module = inspect.getmodule(type(task))
+    if getattr(module, type(task).__name__, None) is not type(
+        task
+    ):  # sent from the script of another process
+        module = None
     sources = {}
-    for name, item in [*methods.items(), ("the task's file", inspect.getmodule(type(task)))]:
+    for name, item in [*methods.items(), ("the task's file", module)]:
         try:
             sources[name] = inspect.getsource(item) if item is not None else ""
         except (OSError, TypeError):
