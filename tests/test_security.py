@@ -431,7 +431,7 @@ def test_rank_pool_listens_only_on_loopback():
     pid = os.getpid()
     before = listening_addresses([pid])[pid]
     with Pool(1) as pool:
-        pool.start()
+        assert pool.pids
         assert listening_addresses([pid])[pid] - before <= {"127.0.0.1"}
         assert listening_ports(pid)
 
