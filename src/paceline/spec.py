@@ -31,6 +31,7 @@ from paceline.errors import SpecError
 from paceline.units import parse_duration_s
 
 DEFAULT_EPOCHS = 20
+HF_PREFIX, HF_TASK = "hf:", "paceline.hf.task:HuggingFace"
 LENGTH = re.compile(r"\d{1,12}(\.\d{1,6})? (sample|step|epoch)s?", re.ASCII)
 
 
@@ -270,7 +271,8 @@ class Spec(Value):
     """
 
     task: str = Field(
-        default="digits", description='built-in name, "path/to/file.py:Class" or "package.module:Class"'
+        default="digits",
+        description='built-in name, "path/to/file.py:Class", "package.module:Class" or "hf:FOLDER"',
     )
     set: dict[str, Any] = Field(default={}, description="fields of the task: its hyper-parameters")
     batch: int = Field(
@@ -350,6 +352,26 @@ class Spec(Value):
                 f"max_time must be a duration such as '90m', '1h30m' or '2d', got {abbreviate(value)}"
             ) from None
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_hugging_face(cls, values: Any) -> Any:
+        """Replace the task hf:FOLDER by the task that trains the model of a folder."""
+        task = values.get("task") if isinstance(values, dict) else None
+        if not isinstance(task, str) or not task.startswith(HF_PREFIX):
+            return values
+        name, fields = task.removeprefix(HF_PREFIX), values.get("set", {})
+        if not name:
+            raise ValueError("task 'hf:' names no folder; write hf:FOLDER, a folder with config.json")
+        if not isinstance(fields, dict):
+            return values
+        folder = os.path.abspath(os.path.expanduser(name))
+        if fields.get("folder", folder) != folder:
+            raise ValueError(
+                f"folder is {folder!r} by the task and {abbreviate(fields['folder'])} by --set; "
+                "specify it once"
+            )
+        return {**values, "task": HF_TASK, "set": {**fields, "folder": folder}}
 
     @field_validator("task", mode="before")
     @classmethod

@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, dataclass_transform
@@ -69,6 +69,32 @@ class MapDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainedTensor:
+    """The tensors in files from which a tensor of a model is made.
+
+    keys: their names in the files.
+    combine: returns the tensor of the model from them; None: there is one, and it is the tensor.
+    """
+
+    keys: tuple[str, ...]
+    combine: Callable[[list[Tensor]], Tensor] | None = None
+
+
+class PretrainedSource(Protocol):
+    """Pretrained weights whose names in the files may differ from those in the model."""
+
+    @property
+    def path(self) -> Path:
+        """A safetensors file, an index of several, or a folder with either."""
+
+    def match(self, model: nn.Module, keys: Collection[str]) -> Mapping[str, PretrainedTensor]:
+        """Return the tensors of the model that the files have, by name.
+
+        model: on the meta device. keys: the names of all tensors in the files. Raises TaskError.
+        """
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -174,7 +200,7 @@ class Task:
         """Return operations on weights after each step, such as `[Ema(0.999)]` of `paceline.after_step`."""
         return ()
 
-    def pretrained(self) -> str | Path | None:
+    def pretrained(self) -> str | Path | PretrainedSource | None:
         """Return the path of initial weights in safetensors format, or None to initialize the model.
 
         The path is a file, or a folder with `model.safetensors` or an index of several files. The files
@@ -423,8 +449,9 @@ def _suggest_file(path: Path) -> str:
 def _unknown_task(reference: str) -> TaskError:
     hint = suggest(reference, BUILT_IN)
     return TaskError(
-        f"no such task: {reference!r}; expected {', '.join(BUILT_IN)}, a file my.py:Class"
-        f" or a module package.module:Class{hint if hint.startswith('; did') else ''}"
+        f"no such task: {reference!r}; expected {', '.join(BUILT_IN)}, a file my.py:Class, a module "
+        "package.module:Class or a Hugging Face model hf:FOLDER"
+        f"{hint if hint.startswith('; did') else ''}"
     )
 
 

@@ -24,11 +24,13 @@ from paceline.errors import TaskError
 from paceline.training.init.deferred_init import Weights, fill_, record
 from paceline.training.init.named_tensors import find_aliases, named_tensors
 from paceline.training.init.operation_tape import flatten_storage, view_as
+from paceline.training.init.pretrained import PretrainedWeights
 
 
 def build_model(build: Callable[[], nn.Module], seed: int = 0, pretrained: Path | None = None) -> nn.Module:
     model, weights, _ = record(build, seed)
-    fill_(model, weights, torch.device("cpu"), pretrained)
+    opened = PretrainedWeights(pretrained, model) if pretrained is not None else None
+    fill_(model, weights, torch.device("cpu"), opened)
     return model
 
 
@@ -676,7 +678,7 @@ def test_pretrained_weights_of_a_folder_with_one_file(tmp_path: Path) -> None:
         ('{"weight_map": {"weight": "../one.safetensors"}}', "the files must be in the folder of the index"),
         ('{"weight_map": {"weight": 3}}', "the files must be in the folder of the index"),
         ('{"weight_map": {"weight": ["x"]}}', "cannot read the index"),
-        ('{"weight_map": {"weight": "none.safetensors"}}', "cannot read the pretrained weights"),
+        ('{"weight_map": {"weight": "none.safetensors"}}', "lacks none.safetensors of the 1 files"),
         ('{"weight_map": {"bias": "one.safetensors"}}', "lacks bias, which the index"),
     ],
 )

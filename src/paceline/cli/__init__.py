@@ -28,7 +28,7 @@ PANELS = {
         "train": "Train a task on any number of ranks.",
         "resume": "Continue a run from its last complete checkpoint.",
         "evaluate": "Compute loss and metrics of a checkpoint on a split, as the training does.",
-        "export": "Write the weights of a run to a safetensors file.",
+        "export": "Write the weights of a run to a safetensors file or a Hugging Face folder.",
     },
     "Plan": {
         "plan": "Predict step time, memory and cost of plans, the fastest first.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from paceline.data.loader import Batch, Samples
 from paceline.parallel.compile import check_compilable
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
-from paceline.task import Task, read_layout
+from paceline.task import PretrainedSource, Task, read_layout
 from paceline.training.init.deferred_init import Weights, record
 from paceline.training.optimizer import check_sparse
 from paceline.user_code import UserCode
@@ -114,8 +115,8 @@ def validate_plan(spec: Spec, plan: ResolvedPlan, task: Task) -> None:
         pipeline.check(plan, task, analysis.model, analysis.trace)
 
 
-def pretrained_path(task: Task) -> Path | None:
-    """Return the file of initial weights that the task names; None if it names none."""
+def find_pretrained(task: Task) -> Path | PretrainedSource | None:
+    """Return the initial weights that the task names; None if it names none."""
     with UserCode("pretrained()", task.pretrained):
-        path = task.pretrained()
-        return Path(path) if path is not None else None
+        source = task.pretrained()
+        return Path(source) if isinstance(source, (str, os.PathLike)) else source

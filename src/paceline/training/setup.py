@@ -35,9 +35,9 @@ from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_modules
 from paceline.training.init.deferred_init import fill_
 from paceline.training.init.named_tensors import named_tensors
-from paceline.training.init.pretrained import find_pretrained_names
+from paceline.training.init.pretrained import PretrainedWeights
 from paceline.training.local_sgd import LocalSgd, build_local_sgd
-from paceline.training.model_analysis import ModelAnalysis, analyze_model, pretrained_path
+from paceline.training.model_analysis import ModelAnalysis, analyze_model, find_pretrained
 from paceline.training.optimizer import OptimizerReport, coalesce_, find_sparse_parameters, make_optimizer
 from paceline.training.step import TrainingStep
 from paceline.training.weight_operations import WeightOperations, read_operations
@@ -186,9 +186,11 @@ def build_training(
     analysis = analysis if analysis is not None else analyze_model(spec, plan, task, device, training)
     model, splits = analysis.model, analysis.splits
     modules = describe_modules(model)
-    pretrained = pretrained_path(task) if fill_with is None else None
+    source = find_pretrained(task) if fill_with is None else None
+    pretrained = PretrainedWeights(source, model) if source is not None else None
     if fill_with is None:  # checked for all tensors on all ranks, whichever rank will hold them
-        analysis.weights.check_written(named_tensors(model).keys() - find_pretrained_names(pretrained, model))
+        loaded = pretrained.tensors.keys() if pretrained is not None else set()
+        analysis.weights.check_written(named_tensors(model).keys() - loaded)
     fill = fill_with or partial(fill_, weights=analysis.weights, device=device, pretrained=pretrained)
     mesh = build_mesh(plan, device) if plan.splits_model or plan.zero >= 2 else None
     pipeline = _build_pipeline(spec, plan, world, task, device, analysis, mesh) if plan.pp > 1 else None
@@ -241,6 +243,7 @@ def build_training(
         loss_notes = _add_tensor_parallel_parts(step, model, analysis, mesh["tp"])
     notes = (
         *(() if analysis.recorded else (UNRECORDED,)),
+        *(pretrained.notes if pretrained is not None else ()),
         *(splits.notes if splits is not None else ()),
         *loss_notes,
         *optimizer_report.notes,

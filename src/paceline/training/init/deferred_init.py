@@ -10,7 +10,6 @@ that of torchdistx's deferred initialization.
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -162,22 +161,25 @@ def fill_(
     model: nn.Module,
     weights: Weights,
     device: torch.device,
-    pretrained: Path | None = None,
+    pretrained: PretrainedWeights | None = None,
     parts: Sequence[nn.Module] | None = None,
     places: Places | None = None,
 ) -> None:
     """Allocate a model that is on the meta device, parallelized or not, and write its initial values.
 
     Does not communicate. `parts`: modules of the model that this rank holds; None: the whole model.
-    `places`: of each tensor, found before the model was parallelized.
+    `places`: of each tensor, found before the model was parallelized. `pretrained`: opened before, too.
     """
     allocate_(model, device, parts, places)
-    loaded = PretrainedWeights(pretrained, model) if pretrained is not None else None
     with torch.no_grad():
         for name, tensor in named_tensors(model).items():
             if not is_materialized(tensor):
                 continue
-            whole = loaded.read(name) if loaded is not None and name in loaded.keys else weights.draw(name)
+            is_pretrained = pretrained is not None and name in pretrained.tensors
+            if pretrained is not None and is_pretrained and is_dtensor(tensor):
+                local_tensor(tensor).copy_(pretrained.read_shard(name, tensor))
+                continue
+            whole = pretrained.read(name) if pretrained is not None and is_pretrained else weights.draw(name)
             if is_dtensor(tensor):
                 local_tensor(tensor).copy_(local_tensor(_distribute_like(tensor, whole.to(device))))
             else:

@@ -1,89 +1,128 @@
 """Pretrained weights from safetensors files."""
 
-import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from paceline.distributed.dtensor import local_tensor
 from paceline.errors import TaskError
+from paceline.hf.weight_files import find_weight_files
 from paceline.spec import suggest
+from paceline.task import PretrainedSource, PretrainedTensor
 from paceline.training.init.named_tensors import find_aliases, named_tensors
 
-INDEX = "model.safetensors.index.json"
+MAX_NAMES = 3  # tensors that a note names
 
 
-def find_pretrained_names(path: Path | None, model: nn.Module) -> frozenset[str]:
-    """Return the parameters and buffers that a file of pretrained weights has.
+def find_pretrained_names(source: Path | PretrainedSource | None, model: nn.Module) -> frozenset[str]:
+    """Return the parameters and buffers that pretrained weights have.
 
-    Raises TaskError if the file does not fit the model.
+    Raises TaskError if the weights do not fit the model.
     """
-    return frozenset(PretrainedWeights(path, model).keys) if path is not None else frozenset()
+    return frozenset(PretrainedWeights(source, model).tensors) if source is not None else frozenset()
 
 
 class PretrainedWeights:
     """Weights from a file, or from the files that an index names.
 
-    `path`: a safetensors file, an index, or a folder with either.
+    source: a safetensors file, an index, or a folder with either, whose tensors have the names of the
+        model's; or a PretrainedSource, which knows their names in the model.
+    model: on the meta device, before it is parallelized.
+
+    Raises TaskError if the weights do not fit the model.
     """
 
-    def __init__(self, path: Path, model: nn.Module):
-        own, tied = named_tensors(model), find_aliases(model)
-        self.keys: dict[str, tuple[Any, str]] = {}  # name in the model -> file, name in the file
-        for file, keys in _find_files(path):
+    def __init__(self, source: Path | PretrainedSource, model: nn.Module):
+        self._files: dict[str, Any] = {}  # name of a tensor -> its open file
+        path = source if isinstance(source, Path) else source.path
+        for file, names in find_weight_files(path):
             opened = _open(file)
             present = set(opened.keys())
-            if missing := sorted((keys or set()) - present):
+            if missing := sorted((names or set()) - present):
                 raise TaskError(
                     f"{file} lacks {missing[0]}, which the index {path} lists; download the weights again"
                 )
-            for key in sorted(present if keys is None else keys):
-                name = tied.get(key, key)
-                if name not in own:
-                    raise TaskError(f"{file} has weights {key}, which the model lacks{suggest(key, own)}")
-                shape = tuple(opened.get_slice(key).get_shape())
-                if shape != tuple(own[name].shape):
-                    raise TaskError(
-                        f"{file}: {key} has shape {shape}, the model's has {tuple(own[name].shape)}"
-                    )
-                self.keys.setdefault(name, (opened, key))
+            self._files.update(dict.fromkeys(sorted(present if names is None else names), (file, opened)))
+        tied = find_aliases(model)
+        found = (
+            self._match_by_name(model, tied) if isinstance(source, Path) else source.match(model, self._files)
+        )
+        self.tensors: dict[str, PretrainedTensor] = {}  # by name in the model
+        for name, tensor in found.items():
+            self.tensors.setdefault(tied.get(name, name), tensor)
+        self._check_shapes(model)
+        self.notes = tuple(self._find_notes(model, path))
+
+    def _match_by_name(self, model: nn.Module, tied: Mapping[str, str]) -> dict[str, PretrainedTensor]:
+        own = named_tensors(model)
+        for key, (file, _) in self._files.items():
+            if tied.get(key, key) not in own:
+                raise TaskError(f"{file} has weights {key}, which the model lacks{suggest(key, own)}")
+        return {key: PretrainedTensor((key,)) for key in self._files}
+
+    def _check_shapes(self, model: nn.Module) -> None:
+        own = named_tensors(model)
+        for name, tensor in self.tensors.items():
+            if tensor.combine is not None:
+                continue
+            [key] = tensor.keys
+            file, opened = self._files[key]
+            shape = tuple(opened.get_slice(key).get_shape())
+            if shape != tuple(own[name].shape):
+                raise TaskError(f"{file}: {key} has shape {shape}, the model's has {tuple(own[name].shape)}")
+
+    def _find_notes(self, model: nn.Module, path: Path) -> list[str]:
+        parameters = [name for name, _ in model.named_parameters()]
+        missing = [name for name in parameters if name not in self.tensors]
+        used = {key for tensor in self.tensors.values() for key in tensor.keys}
+        unused = [key for key in self._files if key not in used]
+        notes = []
+        if missing:
+            notes.append(
+                f"{len(missing)} of {len(parameters)} parameters are not in the pretrained weights {path} "
+                f"and keep their initialization: {_abbreviate(missing)}"
+            )
+        if unused:
+            notes.append(
+                f"{len(unused)} of {len(self._files)} pretrained tensors are not used, because the model "
+                f"lacks them: {_abbreviate(unused)}"
+            )
+        return notes
 
     def read(self, name: str) -> Tensor:
-        file, key = self.keys[name]
-        return file.get_tensor(key)
+        """Return the whole tensor of this name in the model, on the CPU. Raises TaskError."""
+        tensor = self.tensors[name]
+        values = [self._files[key][1].get_tensor(key) for key in tensor.keys]
+        return values[0] if tensor.combine is None else tensor.combine(values)
+
+    def read_shard(self, name: str, like: Any) -> Tensor:
+        """Return the part of a tensor that this rank holds of the DTensor `like`, on the CPU.
+
+        Only this part is read from the file, if it is a block of the tensor in the file.
+        """
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        tensor = self.tensors[name]
+        is_block = all(type(placement) in (Shard, Replicate) for placement in like.placements)
+        if tensor.combine is not None or not is_block:
+            whole = self.read(name).to(like.device)
+            distributed = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+            return local_tensor(distributed)
+        shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+        if not all(shape):
+            return torch.empty(shape, dtype=like.dtype)
+        [key] = tensor.keys
+        block = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+        return self._files[key][1].get_slice(key)[block]
 
 
-def _find_files(path: Path) -> list[tuple[Path, set[str] | None]]:
-    """Return each file with the names to read from it; None: all."""
-    if path.is_dir():
-        candidates = [file for file in (path / INDEX, path / "model.safetensors") if file.is_file()]
-        if not candidates:
-            raise TaskError(
-                f"the folder {path} has neither {INDEX} nor model.safetensors; "
-                "name a safetensors file in pretrained()"
-            )
-        path = candidates[0]
-    if path.suffix != ".json":
-        return [(path, None)]
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        by_file: dict[str, set[str]] = {}
-        for key, file in weight_map.items():
-            by_file.setdefault(file, set()).add(key)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TaskError(
-            f"cannot read the index of pretrained weights {path}: {error}; "
-            "it needs a weight_map of names to files"
-        ) from error
-    if outside := [
-        file
-        for file in by_file
-        if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file
-    ]:
-        raise TaskError(
-            f"the index {path} names the file {outside[0]!r}; the files must be in the folder of the index"
-        )
-    return [(path.parent / file, keys) for file, keys in sorted(by_file.items())]
+def _abbreviate(names: Collection[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join([*names][:MAX_NAMES]) + more
 
 
 def _open(path: Path) -> Any:

@@ -1,0 +1,130 @@
+"""Write the weights of a run as a folder that `from_pretrained` loads, and check it by loading it."""
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import RunError, TaskError
+from paceline.files import reason
+from paceline.hf.folder import CONFIG, ModelFolder, describe_briefly, import_transformers, open_folder
+from paceline.hf.task import build_model
+from paceline.spec import HF_TASK, Spec
+
+# Files of a folder that say how to use its model: the tokenizer, generation, the template of a chat.
+COMPANIONS = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "generation_config.json",
+)
+
+
+def check_out(out: Path) -> None:
+    """Raise RunError unless `out` is free, or an empty folder."""
+    try:
+        is_free = not os.path.lexists(out) or (
+            out.is_dir() and not out.is_symlink() and not any(out.iterdir())
+        )
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot write {out}: {reason(error)}") from error
+    if not is_free:
+        raise RunError(f"{out} exists already; name another folder")
+    if not out.absolute().parent.is_dir():
+        raise RunError(f"cannot write {out}: no such folder: {out.parent}; create it first")
+
+
+def find_model(spec: Spec) -> tuple[ModelFolder, str | None]:
+    """Return the folder of the model that a run trained, and its objective. Raises RunError and TaskError."""
+    if spec.task != HF_TASK:
+        raise RunError(
+            f"--format hf requires a run of hf:FOLDER, got task {spec.task}; use --format safetensors"
+        )
+    path = Path(spec.set["folder"])
+    # The weights of the folder are not needed any more.
+    return open_folder(str(path if path.name == CONFIG else path / CONFIG)), spec.set.get("objective")
+
+
+def write_folder(
+    weights: Mapping[str, Tensor], source: ModelFolder, objective: str | None, out: Path
+) -> None:
+    """Write config, weights and the files of the tokenizer to the new folder `out`.
+
+    The folder appears at `out` only after transformers loaded it with the same values. The weights keep the
+    type of the run.
+    weights: whole tensors by their names in the model. Raises RunError and TaskError.
+    """
+    temporary = out.absolute().with_name(f".{secrets.token_hex(8)}")
+    try:
+        temporary.mkdir()
+        _write(weights, source, objective, temporary)
+        _check(weights, type(build_on_meta(source, objective)), temporary)
+        if out.is_dir():
+            out.rmdir()
+        temporary.replace(out)
+    except OSError as error:
+        raise RunError(f"cannot write {out}: {reason(error)}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def build_on_meta(source: ModelFolder, objective: str | None) -> Any:
+    """Return the model of a folder without memory."""
+    with torch.device("meta"):
+        return build_model(source, objective)
+
+
+def _write(weights: Mapping[str, Tensor], source: ModelFolder, objective: str | None, folder: Path) -> None:
+    from transformers.utils import logging
+
+    model = build_on_meta(source, objective)
+    names = model.state_dict().keys()
+    if missing := sorted(names - weights.keys()):
+        raise TaskError(
+            f"the checkpoint lacks {missing[0]}, which the model of {source.path} has; "
+            "restore the config.json of the run"
+        )
+    values = {name: weights[name] for name in names}
+    try:
+        model.load_state_dict(values, assign=True)
+    except RuntimeError as error:
+        raise TaskError(
+            f"the checkpoint does not fit the model of {source.path} ({describe_briefly(error)}); "
+            "restore the config.json of the run"
+        ) from error
+    model.tie_weights()
+    model.config = source.read_config()  # that of the training differs
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    for pattern in COMPANIONS:
+        for file in source.path.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+
+
+def _check(weights: Mapping[str, Tensor], kind: Any, folder: Path) -> None:
+    """Raise RunError unless transformers loads a folder with these values."""
+    loaded, report = kind.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
+    )
+    problems = [f"{what} {sorted(map(str, names))[0]}" for what, names in report.items() if names]
+    problems += [
+        f"changes {name}"
+        for name, value in loaded.state_dict().items()
+        if not torch.equal(value, weights[name])
+    ]
+    if problems:
+        raise RunError(
+            f"the exported folder would not give the model of the run: from_pretrained reports "
+            f"{problems[0]}; transformers {import_transformers().__version__} may not support this model, "
+            "use --format safetensors"
+        )

@@ -1,0 +1,49 @@
+"""Files of weights in safetensors format: one file, or several files that an index lists."""
+
+import json
+from pathlib import Path
+
+from paceline.errors import TaskError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def find_weight_files(path: Path) -> list[tuple[Path, set[str] | None]]:
+    """Return each file with the names of the tensors to read from it; None: all.
+
+    path: a safetensors file, an index, or a folder with either. Raises TaskError.
+    """
+    if path.is_dir():
+        candidates = [file for file in (path / INDEX, path / SINGLE) if file.is_file()]
+        if not candidates:
+            raise TaskError(
+                f"the folder {path} has neither {INDEX} nor {SINGLE}; name a safetensors file in pretrained()"
+            )
+        path = candidates[0]
+    if path.suffix != ".json":
+        return [(path, None)]
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        by_file: dict[str, set[str]] = {}
+        for key, file in weight_map.items():
+            by_file.setdefault(file, set()).add(key)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise TaskError(
+            f"cannot read the index of pretrained weights {path}: {error}; "
+            "it needs a weight_map of names to files"
+        ) from error
+    if outside := [
+        file
+        for file in by_file
+        if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file
+    ]:
+        raise TaskError(
+            f"the index {path} names the file {outside[0]!r}; the files must be in the folder of the index"
+        )
+    if missing := sorted(file for file in by_file if not (path.parent / file).exists()):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise TaskError(
+            f"{path.parent} lacks {missing[0]}{more} of the {len(by_file)} files that {path.name} lists; "
+            "download the weights again"
+        )
+    return [(path.parent / file, keys) for file, keys in sorted(by_file.items())]
