@@ -30,7 +30,7 @@ FUNCTIONS = {
     "spawn": "function ranks args *timeout_s=None",
     "evaluate": "run split=validation checkpoint=last *ranks=None *plan=None *batch=None *device=None",
 }
-CLASSES = {"Cluster", "Layout", "Plan", "Ragged", "RunFolder", "Spec", "Task", "World"}
+CLASSES = {"Cluster", "Layout", "Plan", "Ragged", "RunFolder", "SampleRng", "Spec", "Task", "World"}
 
 
 def signature(function) -> str:

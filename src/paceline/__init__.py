@@ -29,6 +29,7 @@ The command line starts the processes: `paceline train mine.py:Mine --ranks 4 --
     describe       what planning knows of a model
     Task, Layout   what to train, and how its model may be split
     Ragged         tensors of different lengths in a batch, to be padded
+    SampleRng      random numbers that belong to the samples of a batch
     Spec, Plan     length, batch and optimizer; the layout over ranks
     Cluster        facts of the machines; World: which rank this process is; RunFolder: files of a run
     Event          base of Started, Step, Profiled, Evaluated, Saved, Failed, Stalled, Ended
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from paceline.launch.train_run import train as train
     from paceline.plan.plan import Plan as Plan
     from paceline.run import RunFolder as RunFolder
+    from paceline.sample_rng import SampleRng as SampleRng
     from paceline.spec import Spec as Spec
     from paceline.task import Layout as Layout
     from paceline.task import Task as Task
@@ -100,6 +102,7 @@ _PLACES = {
     "RankError": "errors",
     "RunError": "errors",
     "RunFolder": "run",
+    "SampleRng": "sample_rng",
     "Saved": "events",
     "Spec": "spec",
     "SpecError": "errors",
@@ -137,6 +140,7 @@ __all__ = [
     "RankError",
     "RunError",
     "RunFolder",
+    "SampleRng",
     "Saved",
     "Spec",
     "SpecError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -110,6 +111,9 @@ class Task:
     A subclass must define `model`, `dataset` and `loss`; the other methods have defaults. It is a frozen
     dataclass: its fields are the hyper-parameters, and `--set width=32` sets them. Their types are checked.
 
+    `inputs`, `loss`, `weights` and `metrics` may take another parameter `rng`, a `SampleRng`. Its random
+    numbers are equal under every plan: `def loss(self, output, batch, rng)`.
+
     An exception in a method becomes a TaskError with the file and line; an exception of a sample becomes
     a DataError.
     """
@@ -119,6 +123,9 @@ class Task:
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
+        for name in DRAWING:
+            if (method := vars(cls).get(name)) is not None and _takes_rng(method):
+                setattr(cls, name, _draw_by_sample(method, name))
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def model(self) -> nn.Module:
@@ -210,7 +217,27 @@ class Task:
         return None
 
 
+def _takes_rng(method: Any) -> bool:
+    return inspect.isfunction(method) and "rng" in inspect.signature(method).parameters
+
+
+def _draw_by_sample(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return the method with an `rng` for its batch, the argument before it, unless the caller passes one."""
+    position = list(inspect.signature(method).parameters).index("rng")
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) <= position and "rng" not in kwargs:
+            from paceline.sample_rng import open_stream  # imports torch
+
+            kwargs["rng"] = open_stream(kwargs.get("batch", args[-1]), name)
+        return method(*args, **kwargs)
+
+    return call
+
+
 REQUIRED = ("model", "dataset", "loss")
+DRAWING = ("inputs", "loss", "weights", "metrics")  # methods of a batch, which may take an `rng`
 METHODS = frozenset(name for name in vars(Task) if not name.startswith("_"))
 
 

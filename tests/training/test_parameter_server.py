@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import drawing
 import models
 from harness import ranks, relative_difference, to_whole_array, train_on_ranks
 from paceline import Spec, Task, train
@@ -107,6 +108,7 @@ def steps(events: list[Event]) -> list[Step]:
                 models.Scalar,
                 models.Weighed,
                 models.Routed,
+                drawing.Vae,
             )
         ],
     ],

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from paceline.distributed.rng import (
 )
 from paceline.errors import DataError
 from paceline.plan.plan import ResolvedPlan
+from paceline.sample_rng import SampleNumbers
 from paceline.spec import Spec
 from paceline.task import MapDataset, Task
 from paceline.user_code import UserCode, describe_exception, is_passed_through
@@ -286,6 +287,14 @@ class Samples:
 
     def _seed(self, number: int) -> None:
         seed_cpu_rngs(derive_seed(self.seed, self.split, number))
+
+
+def number_batch(seed: int, split: str, numbers: Sequence[int], floats: torch.dtype | None) -> SampleNumbers:
+    """Return what the random numbers of `rng` depend on, for a batch with these samples of a split.
+
+    seed: of the spec. floats: the dtype that `Samples` casts to.
+    """
+    return SampleNumbers(numbers, derive_seed(seed, "rng", split), floats or torch.float32)
 
 
 def open_dataset(task: Task, split: str) -> MapDataset | None:

@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.data.loader import Batch, Samples, batches, validation_parts
+from paceline.data.loader import Batch, Samples, batches, number_batch, validation_parts
 from paceline.data.ragged import agree_on_longest
 from paceline.doctor.heartbeat import EVALUATE
 from paceline.errors import TaskError
 from paceline.events import Evaluated
 from paceline.metrics import Accumulator
 from paceline.parallel.forward import ELSEWHERE, autocast, read_weights, weighted_sum
+from paceline.sample_rng import number_samples
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.first_loss import check_items
@@ -108,18 +109,21 @@ def evaluate(
             update.on_phase(EVALUATE)
             if agreement.check():
                 break
-            output = update.output(data)
-            if output is ELSEWHERE:
-                continue
+            of_batch = number_batch(samples.seed, samples.split, numbers or [0], samples.floats)
+            with number_samples([data], [of_batch]):
+                output = update.output(data)
+                if output is ELSEWHERE:
+                    continue
+                values = _compute_values(update, output, data)
+                pairs = _weighted_sums(update.task, values, data, len(numbers) or 1)
             is_counted = bool(numbers) and update.counts
-            values = _compute_values(update, output, data)
             for name, value in values.items():
                 is_accumulator = isinstance(value, Accumulator)
                 if names.setdefault(name, is_accumulator) is not is_accumulator:
                     raise TaskError(f"metrics() returned an accumulator for {name!r} only in some batches")
                 if isinstance(value, Accumulator):
                     accumulated.add(name, value, is_counted)
-            for name, pair in _weighted_sums(update.task, values, data, len(numbers) or 1).items():
+            for name, pair in pairs.items():
                 sums[name] = (
                     sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + pair * is_counted
                 )

@@ -25,10 +25,12 @@ from paceline.distributed.dtensor import is_dtensor
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
 from paceline.plan.plan import ResolvedPlan
+from paceline.sample_rng import SampleNumbers, find_numbers, number_samples
 from paceline.task import Task
 from paceline.training.step import TrainingStep
 
 Verdict = Literal["adds up", "mixes", "unknown"]
+NumberedBatch = tuple[Batch, Tensor]  # a batch, and the numbers of its samples
 Slicer = Callable[[Any], Any]  # returns one of the two parts of what belongs to a batch
 RTOL = 1e-5  # of losses that are computed in float64
 RTOL_BY_DTYPE = {torch.float64: 1e-5, torch.float32: 1e-4}  # of losses in the precision of the training
@@ -91,7 +93,8 @@ class FirstLossCheck:
         self.step, self.samples = step, samples
         self.plan, self.decides_together = of_worker or step.plan, of_worker is None
         self.compares = is_divided and not is_allowed
-        self.batch: Batch | None = None
+        self.batch: NumberedBatch | None = None
+        self.numbers: SampleNumbers | None = None
         self.verdict: Verdict = "adds up"
         self.error: TaskError | None = None
         self.is_certain = False  # that tensors were divided by samples
@@ -111,11 +114,12 @@ class FirstLossCheck:
                 self.error = error
         if not self.compares or self.error is not None:
             return
+        self.numbers = find_numbers(batch)
+        self.batch = (batch, torch.as_tensor(self.numbers.numbers))
         with torch.no_grad(), _preserved_rng(self.step.device):
-            self.verdict = self._judge_output(output, batch)
-        self.batch = batch
+            self.verdict = self._judge_output(output, self.batch)
 
-    def _judge_output(self, output: object, batch: Batch) -> Verdict:
+    def _judge_output(self, output: object, batch: NumberedBatch) -> Verdict:
         """Compare the loss of parts of the output with that of the whole output."""
         output = _gathered(output)
         samples = self.samples
@@ -179,14 +183,20 @@ class FirstLossCheck:
             return "unknown"
         return self._compare(whole, parts, slicers, (cut, samples - cut), samples, rtol)
 
-    def _compute_loss(self, output: Any, batch: Any, seed: int, exact: bool) -> "_Loss":
+    def _number_samples(self, batch: NumberedBatch) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the task draws for the samples of this batch or part of a batch."""
+        assert self.numbers is not None
+        return number_samples([batch[0]], [dataclasses.replace(self.numbers, numbers=batch[1])])
+
+    def _compute_loss(self, output: Any, batch: NumberedBatch, seed: int, exact: bool) -> "_Loss":
         task = self.step.task
         autocast = torch.autocast(self.step.device.type, enabled=False) if exact else contextlib.nullcontext()
         with seeded_rngs(seed), autocast:
             output, batch = _map_leaves(
                 (output, batch), lambda item: item.clone() if isinstance(item, Tensor) else item
             )
-            return _Loss(_gathered(task.loss(output, batch)), task.weights(batch))
+            with self._number_samples(batch):
+                return _Loss(_gathered(task.loss(output, batch[0])), task.weights(batch[0]))
 
     def _compare(
         self,
@@ -261,7 +271,7 @@ class FirstLossCheck:
         """Return whether the flag is set on any rank that decides together with this one."""
         return _any_rank(flag, self.step.device) if self.decides_together else flag
 
-    def _judge_model(self, batch: Batch, rtol: float) -> Verdict:
+    def _judge_model(self, batch: NumberedBatch, rtol: float) -> Verdict:
         """Compare the model's loss on parts of the batch with that on the whole batch.
 
         The model runs as in an evaluation: without dropout, and BatchNorm does not mix samples.
@@ -289,9 +299,9 @@ class FirstLossCheck:
             return "unknown"
         return self._compare(whole, losses, slicers, (cut, self.samples - cut), self.samples, rtol)
 
-    def _evaluate_loss(self, batch: Batch, seed: int) -> "_Loss | None":
-        with seeded_rngs(seed):
-            output = self.step.output(batch)
+    def _evaluate_loss(self, batch: NumberedBatch, seed: int) -> "_Loss | None":
+        with seeded_rngs(seed), self._number_samples(batch):
+            output = self.step.output(batch[0])
         try:
             return self._compute_loss(_gathered(output), batch, seed, exact=False)
         except Exception:  # a loss that can only be computed in training

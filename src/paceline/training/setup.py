@@ -222,6 +222,7 @@ def build_training(
         precision=spec.precision,
         clip=spec.optimizer.clip,
         seed=spec.seed,
+        batch_slice=_batch_slice(spec, plan, world),
         pipeline=pipeline,
         share=(_batch_slice(spec, plan, world).share, spec.batch) if plan.uneven else None,
     )

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.data.loader import Batch
+from paceline.data.loader import Batch, RankBatchSlice, number_batch
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.doctor.heartbeat import BACKWARD, FORWARD, UPDATE
 from paceline.errors import TaskError
 from paceline.parallel.forward import GlobalWeight, LocalWeight, autocast, compute_weighted_loss, forward
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
+from paceline.sample_rng import number_samples
 from paceline.task import Task
 from paceline.training.optimizer import GradientNorm, OptimizerStep, combine_norms, scale_
 from paceline.training.step_metrics import LocalStepStats
@@ -65,6 +66,7 @@ class TrainingStep:
     precision: str
     clip: float | None
     seed: int
+    batch_slice: RankBatchSlice | None = None  # the samples of this rank; None: unknown
     pipeline: "Pipeline | None" = None  # runs forward and backward, if the plan has one
     # Called with ("gradients", step) before each update and ("weights", step) after it.
     observe: Callable[[str, int], None] | None = None
@@ -103,7 +105,7 @@ class TrainingStep:
 
     def __call__(self, batches: Sequence[Batch], step: int, lr_factor: float) -> LocalStepStats:
         """Run forward, backward and the update on the micro-batches of a step. `step`: steps done before."""
-        with self.loss_context():
+        with self.loss_context(), self.number_samples(batches, step):
             losses, items, expected = self.backward(batches, step)
         for finish in self.after_backward:
             finish()
@@ -124,6 +126,14 @@ class TrainingStep:
             if self.counts
             else LocalStepStats(0.0, 0.0, norm, expected)
         )
+
+    def number_samples(self, batches: Sequence[Batch], step: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the task draws for the samples of the micro-batches of a step."""
+        if self.batch_slice is None:
+            return contextlib.nullcontext()
+        floats = torch.float64 if self.precision == "fp64" else None
+        numbers = self.batch_slice.numbers(step).tolist()
+        return number_samples(batches, [number_batch(self.seed, "train", part, floats) for part in numbers])
 
     @property
     def counts(self) -> bool:

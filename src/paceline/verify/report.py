@@ -44,7 +44,8 @@ def describe_conditions(reference: Reference) -> list[str]:
     if reference.is_random:
         sentences.append(
             "the model draws random numbers without dropout, by rank and micro-batch: "
-            "they alone may cause a difference"
+            "they alone may cause a difference, and plans are equal only in distribution; draws through "
+            "the rng of inputs() and loss() are equal (docs/tasks.md)"
         )
     return sentences
 

@@ -62,6 +62,7 @@ class Worker:
         """Train until the servers end the training. Yield the number of each step."""
         part = RankBatchSlice(spec.batch, self.plan.microbatches, self.number, self.plan.dp)
         parts = training_parts(part, samples, spec.seed, first, total)
+        self.update.batch_slice = part
         first_loss = FirstLossCheck(
             self.update,
             part.share,
@@ -82,7 +83,8 @@ class Worker:
                 if self._pull(step, first):
                     break
                 microbatches = [next(source) for _ in range(self.plan.microbatches)]
-                losses, items, expected = self.update.backward(microbatches, step)
+                with self.update.number_samples(microbatches, step):
+                    losses, items, expected = self.update.backward(microbatches, step)
                 if step == first:
                     first_loss.finish()
                 if pushing is not None:
