@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from paceline.batch import count_samples, find_tensors
 from paceline.errors import TaskError
 
 Batch = Any
@@ -221,7 +221,7 @@ def find_numbers(batch: Batch) -> SampleNumbers:
     """
     numbered = _numbered.get()
     if numbered is None:
-        floats = [leaf.dtype for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        floats = [tensor.dtype for tensor in find_tensors(batch)]
         dtype = torch.float64 if torch.float64 in floats else torch.float32
         return SampleNumbers(range(count_samples(batch)), 0, dtype)
     if id(batch) not in numbered:
@@ -235,10 +235,5 @@ def find_numbers(batch: Batch) -> SampleNumbers:
 def open_stream(batch: Batch, name: str) -> SampleRng:
     """Return the stream `name` of the samples of a batch, on the device of the batch."""
     found = find_numbers(batch)
-    device = next((leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), "cpu")
+    device = next((tensor.device for tensor in find_tensors(batch)), "cpu")
     return SampleRng(found.numbers, found.seed, device=device, dtype=found.dtype, name=name)
-
-
-def count_samples(batch: Batch) -> int:
-    """Return the number of samples of a batch: the length of its first tensor."""
-    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from paceline.data.batch import map_tensors
+from paceline.batch import map_tensors
 from paceline.data.loader import Batch, Samples, batches, check_batch, open_training_samples
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import PlanError

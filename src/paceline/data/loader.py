@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from paceline.data.batch import cast_floats, find_tensors, move
+from paceline.batch import cast_floats, find_tensors, move
 from paceline.data.ragged import Agree, pad_each, pad_together
 from paceline.data.workers import ForkedReaders, survive_one_signal
 from paceline.distributed.rng import (

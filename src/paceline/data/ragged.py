@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.data.batch import find_leaves, map_leaves
+from paceline.batch import find_leaves, map_leaves
 
 
 class Ragged:

@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.data.batch import count_samples
+from paceline.batch import count_samples
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import is_dtensor
 from paceline.errors import TaskError
-from paceline.sample_rng import count_samples
 from paceline.task import Task
 from paceline.user_code import UserCode
 

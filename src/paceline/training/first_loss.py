@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.data.batch import cast_floats, find_leaves
+from paceline.batch import cast_floats, find_leaves
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import is_dtensor
 from paceline.distributed.rng import seeded_rngs

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from paceline.batch import move
 from paceline.bench.compute.kernels import MIN_REPETITIONS, clock_for
 from paceline.bench.result import Row
 from paceline.bench.timer import Budget, Timing, measure
-from paceline.data.batch import move
 from paceline.data.fake import example_batch
 from paceline.data.loader import Batch
 from paceline.distributed.process_group import process_group

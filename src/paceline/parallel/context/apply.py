@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
-from paceline.data.batch import find_tensors, move
+from paceline.batch import find_tensors, move
 from paceline.data.fake import is_close
 from paceline.data.loader import FailedSample, open_training_samples
 from paceline.distributed.mesh import build_cp_mesh
