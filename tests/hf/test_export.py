@@ -13,7 +13,7 @@ from hf_folders import write_folder, write_text
 from paceline import Spec
 from paceline.errors import Error, RunError, TaskError
 from paceline.hf import export
-from paceline.hf.folder import ModelFolder, open_folder
+from paceline.hf.folder import open_folder
 
 pytest.importorskip("transformers")
 
@@ -40,8 +40,8 @@ def trained(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     return model, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def source(folder: Path) -> ModelFolder:
-    return open_folder(str(folder / "config.json"))
+def model_of(folder: Path) -> export.TrainedModel:
+    return export.TrainedModel(open_folder(str(folder / "config.json")))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "tied"])
@@ -50,7 +50,7 @@ def test_an_exported_folder_gives_the_logits_of_the_run(here: Path, tmp_path: Pa
 
     model, weights = trained(here / kind)
     out = tmp_path / "out"
-    export.write_folder(weights, source(here / kind), None, out)
+    export.write_folder(weights, model_of(here / kind), out)
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.dtype == torch.float32
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_an_exported_folder_gives_the_logits_of_the_run(here: Path, tmp_path: Pa
 
 def test_mixtral_is_exported_with_a_tensor_for_each_expert(here: Path, tmp_path: Path) -> None:
     _, weights = trained(here / "mixtral")
-    export.write_folder(weights, source(here / "mixtral"), None, tmp_path / "out")
+    export.write_folder(weights, model_of(here / "mixtral"), tmp_path / "out")
     names = {name for file in (here / "mixtral").glob("*.safetensors") for name in load_file(file)}
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == names
 
@@ -75,25 +75,25 @@ def test_a_folder_with_other_values_is_refused(
 ) -> None:
     write = export._write
 
-    def write_wrongly(weights: Any, source: Any, objective: Any, folder: Path) -> None:
-        write(weights, source, objective, folder)
+    def write_wrongly(weights: Any, model: Any, folder: Path) -> None:
+        write(weights, model, folder)
         values = load_file(folder / "model.safetensors")
         values["model.norm.weight"][3] += 1e-6
         save_file(values, folder / "model.safetensors", {"format": "pt"})
 
     monkeypatch.setattr(export, "_write", write_wrongly)
     with pytest.raises(RunError, match=r"from_pretrained reports changes model\.norm\.weight"):
-        export.write_folder(trained(here / "llama")[1], source(here / "llama"), None, tmp_path / "out")
+        export.write_folder(trained(here / "llama")[1], model_of(here / "llama"), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
 def test_weights_of_another_model_are_refused(here: Path, tmp_path: Path) -> None:
     _, weights = trained(here / "llama")
     with pytest.raises(TaskError, match=r"the checkpoint lacks transformer\.h\.0\.attn\.c_attn\.bias"):
-        export.write_folder(weights, source(here / "gpt2"), None, tmp_path / "out")
+        export.write_folder(weights, model_of(here / "gpt2"), tmp_path / "out")
     weights["model.norm.weight"] = torch.ones(3)
     with pytest.raises(TaskError, match="the checkpoint does not fit the model of"):
-        export.write_folder(weights, source(here / "llama"), None, tmp_path / "out")
+        export.write_folder(weights, model_of(here / "llama"), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

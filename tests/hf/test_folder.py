@@ -183,11 +183,11 @@ BAD: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "no causal model": (
         lambda folder: edit(folder, architectures=["LlamaForTokenClassification"]),
         {},
-        "is LlamaForTokenClassification, which is no causal language model; name the objective",
+        "is LlamaForTokenClassification, which has none of the objectives; choose one with --set",
     ),
     "an encoder": (
         lambda folder: edit(folder, model_type="vit"),
-        {},
+        {"objective": "causal-lm"},
         "transformers has no causal language model of model_type 'vit'",
     ),
     "no weights": (

@@ -33,6 +33,15 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "max_position_embeddings": 32,
     },
+    "t5": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+        "dropout_rate": 0.0,
+    },
     "bert": {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -54,11 +63,15 @@ def write_tokenizer(folder: Path, vocabulary: int = VOCABULARY) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=["<pad>", "<eos>", "<unk>"], show_progress=False
+        vocab_size=vocabulary, special_tokens=["<pad>", "<eos>", "<unk>", "<mask>"], show_progress=False
     )
     tokenizer.train_from_iterator([TEXT], trainer)
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        mask_token="<mask>",
     ).save_pretrained(folder)
 
 

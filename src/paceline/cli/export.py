@@ -78,11 +78,11 @@ def _export_folder(folder: RunFolder, out: Path, step: int | None, ema: bool, fo
     if force:
         raise RunError("--force replaces files only, and --format hf writes a folder; name another folder")
     check_out(out)
-    source, objective = find_model(spec)
+    model = find_model(spec)
     path = _find_checkpoint(folder, step)
-    write_folder(load_weights(path, ema), source, objective, out)
+    write_folder(load_weights(path, ema), model, out)
     files = [file.stat().st_size for file in out.glob("*.safetensors")]
-    print(f"{out}: a {source.architecture or source.kind} of {format_bytes(sum(files))}, of {path}; checked")
+    print(f"{out}: a {type(model.build()).__name__} of {format_bytes(sum(files))}, of {path}; checked")
 
 
 def _export_file(folder: RunFolder, file: Path, step: int | None, ema: bool, force: bool) -> None:

@@ -4,6 +4,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from paceline.errors import RunError, TaskError
 from paceline.files import reason
 from paceline.hf.folder import CONFIG, ModelFolder, describe_briefly, import_transformers, open_folder
-from paceline.hf.task import build_model
+from paceline.hf.task import build_model, set_labels_
 from paceline.spec import HF_TASK, Spec
 
 # Files of a folder that say how to use its model: the tokenizer, generation, the template of a chat.
@@ -43,20 +44,39 @@ def check_out(out: Path) -> None:
         raise RunError(f"cannot write {out}: no such folder: {out.parent}; create it first")
 
 
-def find_model(spec: Spec) -> tuple[ModelFolder, str | None]:
-    """Return the folder of the model that a run trained, and its objective. Raises RunError and TaskError."""
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model that a run trained, without its weights."""
+
+    source: ModelFolder
+    objective: str | None = None
+    labels: tuple[str, ...] | None = None  # of a classifier
+
+    def build(self) -> Any:
+        """Return the model on the meta device."""
+        with torch.device("meta"):
+            return build_model(self.source, self.objective, self.labels)
+
+    def read_config(self) -> Any:
+        """Return its configuration, without the changes that serve the training only."""
+        config = self.source.read_config()
+        set_labels_(config, self.labels)
+        return config
+
+
+def find_model(spec: Spec) -> TrainedModel:
+    """Return the model that a run trained. Raises RunError and TaskError."""
     if spec.task != HF_TASK:
         raise RunError(
             f"--format hf requires a run of hf:FOLDER, got task {spec.task}; use --format safetensors"
         )
-    path = Path(spec.set["folder"])
+    path, labels = Path(spec.set["folder"]), spec.set.get("labels")
     # The weights of the folder are not needed any more.
-    return open_folder(str(path if path.name == CONFIG else path / CONFIG)), spec.set.get("objective")
+    source = open_folder(str(path if path.name == CONFIG else path / CONFIG))
+    return TrainedModel(source, spec.set.get("objective"), tuple(labels) if labels is not None else None)
 
 
-def write_folder(
-    weights: Mapping[str, Tensor], source: ModelFolder, objective: str | None, out: Path
-) -> None:
+def write_folder(weights: Mapping[str, Tensor], model: TrainedModel, out: Path) -> None:
     """Write config, weights and the files of the tokenizer to the new folder `out`.
 
     The folder appears at `out` only after transformers loaded it with the same values. The weights keep the
@@ -66,8 +86,8 @@ def write_folder(
     temporary = out.absolute().with_name(f".{secrets.token_hex(8)}")
     try:
         temporary.mkdir()
-        _write(weights, source, objective, temporary)
-        _check(weights, type(build_on_meta(source, objective)), temporary)
+        _write(weights, model, temporary)
+        _check(weights, type(model.build()), temporary)
         if out.is_dir():
             out.rmdir()
         temporary.replace(out)
@@ -77,16 +97,10 @@ def write_folder(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def build_on_meta(source: ModelFolder, objective: str | None) -> Any:
-    """Return the model of a folder without memory."""
-    with torch.device("meta"):
-        return build_model(source, objective)
-
-
-def _write(weights: Mapping[str, Tensor], source: ModelFolder, objective: str | None, folder: Path) -> None:
+def _write(weights: Mapping[str, Tensor], trained: TrainedModel, folder: Path) -> None:
     from transformers.utils import logging
 
-    model = build_on_meta(source, objective)
+    model, source = trained.build(), trained.source
     names = model.state_dict().keys()
     if missing := sorted(names - weights.keys()):
         raise TaskError(
@@ -102,7 +116,7 @@ def _write(weights: Mapping[str, Tensor], source: ModelFolder, objective: str | 
             "restore the config.json of the run"
         ) from error
     model.tie_weights()
-    model.config = source.read_config()  # that of the training differs
+    model.config = trained.read_config()  # that of the training differs
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     for pattern in COMPANIONS:

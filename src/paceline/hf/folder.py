@@ -65,6 +65,7 @@ class ModelFolder:
         return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
+@lru_cache(maxsize=8)
 def open_folder(reference: str) -> ModelFolder:
     """Return the model in a folder, or in the folder of a config.json, which then has random weights.
 

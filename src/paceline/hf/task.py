@@ -1,5 +1,6 @@
 """The task hf:FOLDER: a Hugging Face model, trained on text files or JSON lines."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -7,14 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.data.ragged import Ragged
 from paceline.errors import DataError, TaskError
 from paceline.hf.folder import ModelFolder, check_vocabulary, import_transformers, load_tokenizer, open_folder
-from paceline.hf.samples import TokenWindows, read_tokens
+from paceline.hf.objectives import CAUSAL_LM, CLASSIFICATION, MASKED_LM, SEQ2SEQ, Objective, choose_objective
+from paceline.hf.samples import (
+    IGNORED,
+    LabelledTexts,
+    MaskedWindows,
+    TextPairs,
+    TokenWindows,
+    find_padding,
+    read_tokens,
+)
 from paceline.hf.weights import FolderWeights
-from paceline.task import Task
+from paceline.task import MapDataset, Task
 
 MAX_DEFAULT_LENGTH = 1024  # tokens of a sample
-CAUSAL_LM = "causal-lm"
 
 
 class HuggingFace(Task):
@@ -23,97 +33,152 @@ class HuggingFace(Task):
     folder: str  # of the model, or its config.json to start from random weights
     data: str  # text file, or JSON lines, to train on
     validation: str | None = None  # file to evaluate on
-    text: str = "text"  # key of the text in JSON lines
-    objective: Literal["causal-lm"] | None = None  # by default, by the architecture of the folder
+    # by default, that of the folder's architecture
+    objective: Literal["causal-lm", "masked-lm", "seq2seq", "classification"] | None = None
     length: int | None = None  # tokens of a sample; by default 1,024, or the positions of the model if fewer
+    text: str = "text"  # key of the text in JSON lines
+    target: str = "target"  # key of the text to write, for seq2seq
+    label: str = "label"  # key of the class, for classification
+    labels: tuple[str, ...] | None = None  # names of the classes; by default, those of the config
+    masked: float = 0.15  # share of the tokens that masked-lm predicts
 
     def __post_init__(self) -> None:
         folder = open_folder(self.folder)
-        _choose_objective(self.objective, folder)
+        choose_objective(self.objective, folder)
         if self.length is not None and self.length < 1:
             raise TaskError(f"length must be at least 1 token, got {self.length}")
+        if not 0 < self.masked <= 1:
+            raise TaskError(f"masked must be above 0 and at most 1, got {self.masked}")
         for file in (self.data, self.validation):
             if file is not None and not Path(file).is_file():
                 raise DataError(f"no such data file: {file}; specify a text file or JSON lines")
 
     def model(self) -> nn.Module:
-        return build_model(open_folder(self.folder), self.objective)
+        return build_model(open_folder(self.folder), self.objective, self.labels)
 
     def pretrained(self) -> FolderWeights | None:
         folder = open_folder(self.folder)
         return FolderWeights(folder.path) if folder.has_weights else None
 
-    def dataset(self, split: str) -> TokenWindows | None:
-        file = {"train": self.data, "validation": self.validation}.get(split)
-        if file is None:
+    def dataset(self, split: str) -> MapDataset | None:
+        name = {"train": self.data, "validation": self.validation}.get(split)
+        if name is None:
             return None
-        folder = open_folder(self.folder)
-        config = folder.read_config().get_text_config()
-        check_vocabulary(folder.path, load_tokenizer(folder.path), config.vocab_size)
-        tokens = read_tokens(folder.path, Path(file), self.text)
-        length = _choose_length(self.length, getattr(config, "max_position_embeddings", None))
-        windows = TokenWindows(tokens, length)
+        file, folder = Path(name), open_folder(self.folder)
+        whole, objective = folder.read_config(), choose_objective(self.objective, folder)
+        config = whole.get_text_config()
+        tokenizer = load_tokenizer(folder.path)
+        check_vocabulary(folder.path, tokenizer, config.vocab_size)
+        limit = _choose_length(self.length, getattr(config, "max_position_embeddings", None))
+        if objective is SEQ2SEQ:
+            return TextPairs(folder.path, file, (self.text, self.target), limit, _find_start(folder, whole))
+        if objective is CLASSIFICATION:
+            names = self.labels or _read_labels(whole)
+            return LabelledTexts(folder.path, file, (self.text, self.label), limit, names)
+        tokens = read_tokens(folder.path, file, self.text)
+        windows: TokenWindows | MaskedWindows = TokenWindows(tokens, limit)
+        if objective is MASKED_LM:
+            windows = MaskedWindows(tokens, limit, self.masked, tokenizer)
         if not len(windows):
+            needed = limit + (objective is CAUSAL_LM)
             shorter = f" or --set length={(len(tokens) - 1) // 2}" if len(tokens) > 2 else ""
             raise DataError(
-                f"{file} has {len(tokens):,} tokens, but a sample takes {length + 1:,}; use more text"
-                f"{shorter}"
+                f"{file} has {len(tokens):,} tokens, but a sample takes {needed:,}; use more text{shorter}"
             )
         return windows
 
+    def collate(self, samples: list[dict[str, Tensor]]) -> Any:
+        if not self._objective.is_padded:
+            return super().collate(samples)
+        padding = find_padding(open_folder(self.folder).path)
+        values = {"labels": IGNORED, "attention_mask": 0}
+        if not samples[0]["labels"].dim():  # classes, which are not padded
+            classes = torch.stack([sample["labels"] for sample in samples])
+            samples = [{key: value for key, value in sample.items() if key != "labels"} for sample in samples]
+            return {**self._pad(samples, values, padding), "labels": classes}
+        return self._pad(samples, values, padding)
+
+    def _pad(
+        self, samples: list[dict[str, Tensor]], values: Mapping[str, int], padding: int
+    ) -> dict[str, Any]:
+        """Return each tensor padded to `length`, or to the longest of the global batch without it."""
+        return {
+            key: Ragged([sample[key] for sample in samples], values.get(key, padding), self.length or 1)
+            for key in samples[0]
+        }
+
+    @property
+    def _objective(self) -> Objective:
+        return choose_objective(self.objective, open_folder(self.folder))
+
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"input_ids": batch["input_ids"]}
+        return {key: value for key, value in batch.items() if key != "labels"}
 
     def loss(self, output: Any, batch: dict[str, Tensor]) -> Tensor:
-        """Return the cross entropy of each token."""
-        return F.cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        """Return the cross entropy of each token, or of each text for classification."""
+        logits, labels = output.logits, batch["labels"]
+        return F.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), labels.flatten(), ignore_index=IGNORED, reduction="none"
+        )
+
+    def weights(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return 1 for each token that has a label, 0 for padding and tokens that are not predicted."""
+        return (batch["labels"].flatten() != IGNORED).float()
 
     def metrics(self, output: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"accuracy": output.logits.argmax(-1) == batch["labels"]}
+        return {"accuracy": (output.logits.argmax(-1) == batch["labels"]).flatten()}
 
 
-def build_model(folder: ModelFolder, objective: str | None) -> nn.Module:
-    """Return the model of a folder for an objective, with random weights. Raises TaskError."""
-    _choose_objective(objective, folder)
+def build_model(
+    folder: ModelFolder, objective: str | None, labels: tuple[str, ...] | None = None
+) -> nn.Module:
+    """Return the model of a folder for an objective, with random weights.
+
+    labels: names of the classes of a classifier; None: those of the folder. Raises TaskError.
+    """
+    row = choose_objective(objective, folder)
     config = folder.read_config()
     if hasattr(config, "use_cache"):
         config.use_cache = False  # a cache of keys and values serves generation only
+    if row is CLASSIFICATION:
+        set_labels_(config, labels)
+        if config.pad_token_id is None:  # where a text ends, for models that read its last token
+            config.pad_token_id = find_padding(folder.path)
     # Weights stay float32 under every precision; the config may name another type.
-    model: Any = import_transformers().AutoModelForCausalLM.from_config(
+    model: Any = getattr(import_transformers(), row.auto_class).from_config(
         config, dtype=torch.float32, trust_remote_code=False
     )
-    # Samples have no padding, and the token for it may be the one that ends a text. Some models look for it
-    # among the values of the tokens, which a forward pass on the meta device lacks.
-    model.config.pad_token_id = None
+    if not row.is_padded:
+        # The token for padding may be the one that ends a text. Some models look for it among the values of
+        # the tokens, which a forward pass on the meta device lacks.
+        model.config.pad_token_id = None
     built: nn.Module = model
     return built
 
 
-def _choose_objective(objective: str | None, folder: ModelFolder) -> str:
-    """Return the objective of a training: the requested one, or that of the folder's architecture.
+def set_labels_(config: Any, labels: tuple[str, ...] | None) -> None:
+    """Give a configuration these classes; None: it keeps its own."""
+    if labels is not None:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {name: number for number, name in enumerate(labels)}
 
-    Raises TaskError if the model does not have it.
-    """
-    import_transformers()
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    kind = folder.tree["model_type"]
-    if objective is None and folder.architecture not in CLASSES.values():
-        named = f"is {folder.architecture}" if folder.architecture else "is not named"
+def _read_labels(config: Any) -> tuple[str, ...]:
+    return tuple(config.id2label[number] for number in sorted(config.id2label))
+
+
+def _find_start(folder: ModelFolder, config: Any) -> int:
+    """Return the token with which a decoder starts. Raises TaskError."""
+    start = getattr(config, "decoder_start_token_id", None)
+    if not isinstance(start, int):
         raise TaskError(
-            f"the architecture of {folder.path} {named}, which is no causal language model; "
-            f"name the objective with --set objective={CAUSAL_LM} if the model has it"
+            f"{folder.path / 'config.json'} has no decoder_start_token_id, with which a target begins; add it"
         )
-    if kind not in CLASSES:
-        raise TaskError(
-            f"transformers has no causal language model of model_type {kind!r}, that of {folder.path}; "
-            "use another model"
-        )
-    return CAUSAL_LM
+    return start
 
 
 def _choose_length(length: int | None, positions: Any) -> int:
-    """Return the tokens of a sample. positions: of the model; not an integer if it has no limit."""
+    """Return the most tokens of a sample. positions: of the model; not an integer if it has no limit."""
     limit = positions if isinstance(positions, int) and positions > 0 else None
     if length is None:
         return min(MAX_DEFAULT_LENGTH, limit or MAX_DEFAULT_LENGTH)
