@@ -62,6 +62,7 @@ def test_page_lists_each_example_and_examples_are_short():
     [
         pytest.param("image_classification.py", "accuracy", 0.3, marks=pytest.mark.slow),
         ("lstm.py", None, None),
+        ("contrastive.py", "alignment", 0.5),
         pytest.param(
             "hugging_face.py", "right", -1.0, marks=pytest.mark.slow
         ),  # three processes import transformers

@@ -108,8 +108,9 @@ class Task:
             def dataset(self, split): return Points(1000, self.width) if split == "train" else None
             def loss(self, output, batch): return (output - batch[1]).square()
 
-    A subclass must define `model`, `dataset` and `loss`; the other methods have defaults. It is a frozen
-    dataclass: its fields are the hyper-parameters, and `--set width=32` sets them. Their types are checked.
+    A subclass must define `model`, `dataset` and `loss`, or `global_loss` in place of `loss`; the other
+    methods have defaults. It is a frozen dataclass: its fields are the hyper-parameters, and `--set width=32`
+    sets them. Their types are checked.
 
     `inputs`, `loss`, `weights` and `metrics` may take another parameter `rng`, a `SampleRng`. Its random
     numbers are equal under every plan: `def loss(self, output, batch, rng)`.
@@ -165,6 +166,19 @@ class Task:
 
         A scalar counts as the mean over the samples. The mean over the whole global batch is minimized.
         output: what the model returns. batch: the collated samples, on the device of the model.
+        """
+        raise NotImplementedError
+
+    def global_loss(self, output: Any, batch: Any) -> Tensor:
+        """Return the loss of a whole global batch as one number. Define it in place of `loss`.
+
+        It is for losses that compare samples, such as contrastive losses. output: what the model returns, for
+        all samples of the global batch, in the order of one process. batch: likewise. In both, only tensors
+        can be read: those whose first dim counts the samples, and those of the output that do not depend on
+        the samples, such as a temperature. All ranks call it with equal values.
+
+        Its value in an evaluation is the mean over batches of `batch` samples, weighted by their samples.
+        Pipelines, local SGD and parameter servers refuse it.
         """
         raise NotImplementedError
 
@@ -285,8 +299,16 @@ def load_task_class(reference: str) -> type[Task]:
 
 def check_task_class(kind: type[Task], reference: str) -> None:
     """Raise TaskError if a class lacks methods or has unsuitable fields. `reference` names it in errors."""
-    if missing := [name for name in REQUIRED if getattr(kind, name) is getattr(Task, name)]:
+    defined = {name for name in METHODS if getattr(kind, name) is not getattr(Task, name)}
+    defined_or_replaced = defined | ({"loss"} if "global_loss" in defined else set())
+    if missing := [name for name in REQUIRED if name not in defined_or_replaced]:
         raise TaskError(f"{reference} has no method {missing[0]}; a task requires {', '.join(REQUIRED)}")
+    for name, hint in (
+        ("loss", "keep loss if it is a mean over samples, or else global_loss"),
+        ("weights", "apply the weights in global_loss"),
+    ):
+        if {name, "global_loss"} <= defined:
+            raise TaskError(f"{reference} defines both global_loss and {name}; {hint}")
     if clashing := [field.name for field in dataclasses.fields(kind) if field.name in METHODS]:
         raise TaskError(
             f"{reference}: the field {clashing[0]!r} has the name of a method of Task; rename the field"

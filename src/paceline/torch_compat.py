@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 LOG_ERROR = 2  # a level of c10's log
 
+# torch 2.13 renamed these functions and warns of the old names, the only ones that 2.11 has.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 # torch 2.13: the profiler warns of each tensor that was allocated before a profile and is freed in it.
 def set_log_level(level: int) -> int:

@@ -51,6 +51,22 @@ class NoLoss(Task):
         return Points(5)
 
 
+class Whole(Task):
+    def model(self):
+        return nn.Linear(6, 3)
+
+    def dataset(self, split):
+        return Points(24) if split == "train" else None
+
+    def global_loss(self, output, batch):
+        return (output - batch[1]).square().mean()
+
+
+class BothLosses(Small):
+    def global_loss(self, output, batch):
+        return super().loss(output, batch).mean()
+
+
 class Must(Small):
     depth: int
 
@@ -183,6 +199,11 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("train bad.py:Points", "Points"),
     ("train bad.py:Plain", "Plain"),
     ("train bad.py:NoLoss", "loss"),
+    ("train bad.py:BothLosses", "global_loss"),
+    ("train bad.py:Whole --batch 24 --ranks 2 --plan pp=2", "global_loss"),
+    ("train bad.py:Whole --batch 24 --ranks 2 --plan local-sgd,period=2", "global_loss"),
+    ("train bad.py:Whole --batch 24 --ranks 2 --plan parameter-server,servers=1", "global_loss"),
+    ("preflight bad.py:Whole --batch 24 --ranks 2 --plan pp=2", "global_loss"),
     ("train bad.py", "specify the class"),
     ("train bad.py:", "specify the class"),
     ("train digit", "did you mean digits"),

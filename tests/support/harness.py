@@ -101,7 +101,8 @@ def take_sgd_step_(model: nn.Module, loss: torch.Tensor, lr: float) -> float:
     norm = torch.cat([grad.flatten() for grad in grads]).norm().item()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= lr * parameter.grad  # type: ignore[operator]
+            if parameter.grad is not None:
+                parameter -= lr * parameter.grad
     return norm
 
 

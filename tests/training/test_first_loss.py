@@ -238,6 +238,7 @@ def test_mixing_losses_on_two_ranks() -> None:
         assert found[len(mixing) :] == [""] * len(separate), found
         assert "plan ddp" in found[0] or "plan dp=2" in found[0]
         assert "--allow-local-loss" in found[0]
+        assert "global_loss(output, batch)" in found[0]
 
 
 def the_same(name: str, allow: bool) -> list[float]:

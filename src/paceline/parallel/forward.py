@@ -48,6 +48,16 @@ def forward(task: Task, model: nn.Module, batch: Batch) -> object:
         return _apply_model(model, inputs)
 
 
+def has_global_loss(task: Task) -> bool:
+    """Return whether the task defines `global_loss` in place of `loss`."""
+    return type(task).global_loss is not Task.global_loss
+
+
+def call_loss(task: Task, output: Any, batch: Batch) -> Tensor:
+    """Return the loss of a batch that is not divided, without conversion of the task's exceptions."""
+    return task.global_loss(output, batch) if has_global_loss(task) else task.loss(output, batch)
+
+
 LossInspector = Callable[[object, Batch, Tensor], None]
 
 

@@ -11,14 +11,15 @@ It determines before the first step:
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.data.loader import Batch
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.parallel.autograd_graph import find_reached_parameters
 from paceline.parallel.ddp import release, replicate
-from paceline.parallel.forward import autocast, compute_weighted_loss
+from paceline.parallel.forward import autocast, compute_weighted_loss, forward
+from paceline.parallel.global_loss import GlobalLoss, find_gradients, gather_splits, preserved_buffers
 from paceline.training.step import TrainingStep
 from paceline.user_code import UserCode
 
@@ -31,10 +32,17 @@ def warm_up_ddp(step: TrainingStep, batch: Batch) -> nn.Module:
     model = step.model
     if not isinstance(model, DistributedDataParallel):
         return model
-    buffers = {name: buffer.clone() for name, buffer in model.module.named_buffers()}
+    with preserved_buffers(model.module):
+        return _warm_up(step, model, batch)
+
+
+def _warm_up(step: TrainingStep, model: DistributedDataParallel, batch: Batch) -> nn.Module:
     seed_torch(derive_seed(step.seed, "settle"), step.device)
     with autocast(step.precision, step.device):
-        loss, _ = compute_weighted_loss(step.task, model, batch)
+        if step.global_loss is None:
+            loss, _ = compute_weighted_loss(step.task, model, batch)
+        else:
+            loss = _surrogate_loss(step.global_loss, forward(step.task, model, batch), batch)
     reached = find_reached_parameters(loss)
     all_reached = torch.tensor(
         all(id(parameter) in reached for parameter in step.params), dtype=torch.int32, device=step.device
@@ -49,11 +57,18 @@ def warm_up_ddp(step: TrainingStep, batch: Batch) -> nn.Module:
         del loss
         release(model)
         model = replicate(whole, find_unused=True)
-    with torch.no_grad():
-        for name, buffer in list(model.module.named_buffers()):
-            if name in buffers:
-                buffer.copy_(buffers[name])
-            else:  # the buffer was None before the forward pass
-                owner, _, leaf = name.rpartition(".")
-                model.module.get_submodule(owner)._buffers[leaf] = None
     return model
+
+
+def _surrogate_loss(global_loss: GlobalLoss, output: object, batch: Batch) -> Tensor:
+    """Return a loss of one micro-batch that has the gradients of the global loss.
+
+    All micro-batches are taken to be like this one, so that the global batch has its usual size.
+    """
+    output = gather_splits(output)
+    count = global_loss.shares.microbatches
+    _, gradients = global_loss.differentiate(
+        [output] * count, [batch] * count, torch.ones_like, 0, checks=False
+    )
+    pairs = zip(*find_gradients(output, gradients[0]), strict=True)
+    return torch.stack([(tensor * gradient).sum() for tensor, gradient in pairs]).sum()

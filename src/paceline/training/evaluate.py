@@ -1,7 +1,7 @@
 """Evaluation: metrics over the validation split. Each sample counts once for any number of ranks."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,11 +9,13 @@ from torch import Tensor
 
 from paceline.data.loader import Batch, Samples, batches, number_batch, validation_parts
 from paceline.data.ragged import agree_on_longest
+from paceline.distributed.rng import derive_seed
 from paceline.doctor.heartbeat import EVALUATE
 from paceline.errors import TaskError
 from paceline.events import Evaluated
 from paceline.metrics import Accumulator
 from paceline.parallel.forward import ELSEWHERE, autocast, read_weights, weighted_sum
+from paceline.parallel.global_loss import gather_splits
 from paceline.sample_rng import number_samples
 from paceline.spec import Spec
 from paceline.task import Task
@@ -92,7 +94,11 @@ def evaluate(
     any rank, all ranks abandon the evaluation and return None. Raises TaskError for unsuitable metrics.
     """
     device = update.device
-    mine = list(validation_parts(samples.count, batch, update.place.dp, update.data_ranks))
+    parts_by_rank = [
+        list(validation_parts(samples.count, batch, rank, update.data_ranks))
+        for rank in range(update.data_ranks)
+    ]
+    mine = parts_by_rank[update.place.dp]
     # Under a sharded plan the forward pass is a collective: a rank without samples takes part with the first
     # sample of the batch, which is not counted.
     begins = range(0, samples.count, batch)
@@ -105,7 +111,7 @@ def evaluate(
     agreement = _StopAgreement(stop, device, group)
     source = batches(samples, parts, device, workers, prefetch, agree=agree_on_longest(group, device))
     try:
-        for numbers, data in zip(mine, source, strict=True):
+        for at, (numbers, data) in enumerate(zip(mine, source, strict=True)):
             update.on_phase(EVALUATE)
             if agreement.check():
                 break
@@ -114,7 +120,7 @@ def evaluate(
                 output = update.output(data)
                 if output is ELSEWHERE:
                     continue
-                values = _compute_values(update, output, data)
+                values = _compute_values(update, output, data, [len(part[at]) for part in parts_by_rank])
                 pairs = _weighted_sums(update.task, values, data, len(numbers) or 1)
             is_counted = bool(numbers) and update.counts
             for name, value in values.items():
@@ -150,12 +156,23 @@ def evaluate(
     return metrics | finished
 
 
-def _compute_values(update: TrainingStep, output: object, data: Batch) -> dict[str, Tensor | Accumulator]:
-    """Return the loss and the metrics of a batch by name. Raises TaskError."""
+def _compute_values(
+    update: TrainingStep, output: object, data: Batch, counts: Sequence[int]
+) -> dict[str, Tensor | Accumulator]:
+    """Return the loss and the metrics of a batch by name. Raises TaskError.
+
+    counts: its samples by data rank.
+    """
     task = update.task
     with autocast(update.precision, update.device):
-        with UserCode("loss()", task.loss):
-            values: dict[str, Tensor | Accumulator] = {"loss": task.loss(output, data)}
+        if update.global_loss is not None:
+            seed = derive_seed(update.seed, "global loss", "evaluation")
+            loss = update.global_loss.evaluate(gather_splits(output), data, counts, seed)
+            # Each sample has the loss of its batch.
+            values: dict[str, Tensor | Accumulator] = {"loss": loss.expand(counts[update.place.dp] or 1)}
+        else:
+            with UserCode("loss()", task.loss):
+                values = {"loss": task.loss(output, data)}
         with UserCode("metrics()", task.metrics):
             metrics = task.metrics(output, data)
         if not isinstance(metrics, Mapping):

@@ -262,8 +262,9 @@ class FirstLossCheck:
             raise TaskError(
                 "loss() mixes the samples of a batch: its mean over a batch is not that over the parts of "
                 f"the batch{means}, so that plan {self.plan} trains differently than one process; return the "
-                "loss of each sample, define weights(batch) if the number of items varies, use a plan that "
-                "does not divide the batch (dp=1 and one micro-batch), or accept the loss of each part with "
+                "loss of each sample, define weights(batch) if the number of items varies, define "
+                "global_loss(output, batch) instead, which sees the whole batch, use a plan that does "
+                "not divide the batch (dp=1 and one micro-batch), or accept the loss of each part with "
                 "--allow-local-loss"
             )
 

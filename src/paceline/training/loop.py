@@ -31,6 +31,7 @@ from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.errors import DivergedError, PlanError
 from paceline.events import Ended, Event, Started
 from paceline.parallel.ddp import release
+from paceline.parallel.global_loss import check_global_loss
 from paceline.plan.plan import AUTO, Plan, ResolvedPlan, micro_batch_size, parse
 from paceline.run import RunFolder
 from paceline.spec import Spec
@@ -141,6 +142,7 @@ def train(
         clock.mark("data")
         if resolved.servers is not None:
             read_operations(task, resolved)
+            check_global_loss(task, resolved)
             analysis = build_meta_model(spec, task)
             notes = (*notes, *check_initial_weights_once(spec, task, analysis.model, analysis.weights, world))
             yield from clock.add_start_times(_train_against_servers(context, data, heartbeat, stop, notes))
@@ -231,7 +233,10 @@ class TrainingLoop:
         self.batch_slice = context.batch_slice
         divides_batch = self.batch_slice.ranks * self.batch_slice.microbatches > 1
         self.first_loss = FirstLossCheck(
-            prepared.step, self.batch_slice.share, divides_batch, spec.allow_local_loss
+            prepared.step,
+            self.batch_slice.share,
+            divides_batch and prepared.step.global_loss is None,
+            spec.allow_local_loss,
         )
         if isinstance(self.update, TrainingStep):
             prepared.step.on_first_loss = self.first_loss

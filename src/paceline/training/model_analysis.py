@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paceline.data.fake import example_batch
 from paceline.data.loader import Batch, Samples
 from paceline.parallel.compile import check_compilable
+from paceline.parallel.global_loss import check_global_loss
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import PretrainedSource, Task, read_layout
@@ -72,6 +73,7 @@ def analyze_model(
     training: the training split, if it is open already.
     Raises PlanError or TaskError if the plan cannot train this model.
     """
+    check_global_loss(task, plan)
     if spec.compile:
         check_compilable(plan)
     analysis = build_meta_model(spec, task)

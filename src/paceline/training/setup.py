@@ -26,7 +26,9 @@ from paceline.distributed.world import World
 from paceline.errors import PlanError
 from paceline.parallel.apply import check_elementwise, parallelize
 from paceline.parallel.batch_norm import average_, find_running_statistics, sync_batch_norm
+from paceline.parallel.forward import has_global_loss
 from paceline.parallel.fsdp import average_scalars_
+from paceline.parallel.global_loss import BatchShares, GlobalLoss
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.run import RunFolder
 from paceline.spec import Spec
@@ -195,7 +197,8 @@ def build_training(
     mesh = build_mesh(plan, device) if plan.splits_model or plan.zero >= 2 else None
     pipeline = _build_pipeline(spec, plan, world, task, device, analysis, mesh) if plan.pp > 1 else None
     has_statistics = plan.ranks_per_stage > 1 and bool(find_running_statistics(model))
-    group = _group_with_same_model_part(plan, world.rank) if has_statistics else None
+    has_group = has_statistics or (plan.dp > 1 and has_global_loss(task))
+    group = _group_with_same_model_part(plan, world.rank) if has_group else None
     if has_statistics and spec.batch_norm == "global":
         model = sync_batch_norm(model, device, group, equal_counts=not plan.uneven)
     units = analysis.units.names if analysis.units is not None else None
@@ -225,6 +228,7 @@ def build_training(
         batch_slice=_batch_slice(spec, plan, world),
         pipeline=pipeline,
         share=(_batch_slice(spec, plan, world).share, spec.batch) if plan.uneven else None,
+        global_loss=_build_global_loss(spec, plan, world.rank, task, device, group),
     )
     step.after_backward += _build_gradient_hooks(model, step, mesh, analysis)
     operations = WeightOperations(read_operations(task, plan), model, plan)
@@ -291,6 +295,29 @@ def _build_pipeline(
     return Pipeline(traced, PipelineRank(plan, mesh, plan.place(world.rank), device), spec.seed)
 
 
+def _build_global_loss(
+    spec: Spec,
+    plan: ResolvedPlan,
+    rank: int,
+    task: Task,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> GlobalLoss | None:
+    """Return what computes the task's loss of the whole global batch, if it has one.
+
+    group: ranks with the same part of the model.
+    """
+    if not has_global_loss(task):
+        return None
+    counts = tuple(
+        RankBatchSlice(spec.batch, plan.microbatches, data_rank, plan.dp).share
+        for data_rank in range(plan.dp)
+    )
+    return GlobalLoss(
+        task, BatchShares(counts, plan.microbatches, plan.place(rank).dp, group), spec.precision, device
+    )
+
+
 def _build_gradient_hooks(
     model: nn.Module, step: TrainingStep, mesh: DeviceMesh | None, analysis: ModelAnalysis
 ) -> Iterator[Callable[[], None]]:
@@ -331,7 +358,7 @@ def _add_tensor_parallel_parts(
             if name in splits.partial and is_materialized(parameter)
         ]
         step.after_backward.append(partial(sum_partial_gradients, params, mesh.get_group()))
-    if step.pipeline is not None:
+    if step.pipeline is not None or step.global_loss is not None:
         return ()
     is_split, note = try_split_loss(model, splits, step.task, analysis.batch, mesh)
     if is_split:

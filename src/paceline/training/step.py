@@ -17,6 +17,14 @@ from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.doctor.heartbeat import BACKWARD, FORWARD, UPDATE
 from paceline.errors import TaskError
 from paceline.parallel.forward import GlobalWeight, LocalWeight, autocast, compute_weighted_loss, forward
+from paceline.parallel.global_loss import (
+    GlobalLoss,
+    Gradients,
+    check_repeated,
+    find_gradients,
+    gather_splits,
+    preserved_buffers,
+)
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.sample_rng import number_samples
 from paceline.task import Task
@@ -72,6 +80,7 @@ class TrainingStep:
     observe: Callable[[str, int], None] | None = None
     # Samples of a micro-batch on this rank and of the global batch, if ranks have different numbers.
     share: tuple[int, int] | None = None
+    global_loss: GlobalLoss | None = None  # in place of losses by item
     is_local: bool = False  # whether the loss is the mean over the items of this rank only (local SGD)
     base_lrs: list[float] = field(init=False)
     norm: GradientNorm = field(init=False)
@@ -166,12 +175,14 @@ class TrainingStep:
             self.on_phase(FORWARD)
             assert not isinstance(weight, LocalWeight)
             return self.pipeline.backward(batches, step, weight, self._start_gradient, self.on_first_loss)
+        if self.global_loss is not None:
+            return self._backward_global(self.global_loss, batches, step)
         losses: list[Tensor] = []
         items: list[Tensor | float] = []
         whole: Tensor | float | None = None
         for index, batch in enumerate(batches):
             self.on_phase(FORWARD)
-            seed_torch(derive_seed(self.seed, "model", step, index, *self.place.stream), self.device)
+            self._seed_model(step, index)
             with self._sync_if(index == len(batches) - 1):
                 with autocast(self.precision, self.device):
                     loss, num_items = compute_weighted_loss(self.task, self.model, batch, self.on_first_loss)
@@ -188,6 +199,46 @@ class TrainingStep:
             losses.append(loss.detach())
             items.append(num_items)
         return losses, items, whole if isinstance(whole, float) else None
+
+    def _backward_global(
+        self, global_loss: GlobalLoss, batches: Sequence[Batch], step: int
+    ) -> tuple[list[Tensor], list[Tensor | float], float | None]:
+        """Accumulate the gradients of a loss of the whole global batch. Returns what `backward` does."""
+
+        def forward_(index: int) -> object:
+            self.on_phase(FORWARD)
+            self._seed_model(step, index)
+            with autocast(self.precision, self.device):
+                return gather_splits(forward(self.task, self.model, batches[index]))
+
+        def differentiate(outputs: Sequence[object]) -> tuple[Tensor, list[Gradients]]:
+            seed = derive_seed(self.seed, "global loss", step)
+            return global_loss.differentiate(
+                outputs, batches, lambda loss: self._start_gradient(loss, 1.0), seed, checks=is_first
+            )
+
+        is_first, self.on_first_loss = self.on_first_loss is not None, None
+        outputs: list[object] = []
+        indices = range(len(batches))
+        if len(batches) > 1:
+            with torch.no_grad(), preserved_buffers(self.model), self._sync_if(False):
+                outputs = [forward_(index) for index in indices]
+            loss, gradients = differentiate(outputs)
+        for index in indices:
+            with self._sync_if(index == indices[-1]):
+                output = forward_(index)
+                if len(batches) == 1:
+                    loss, gradients = differentiate([output])
+                elif is_first:
+                    check_repeated(outputs[index], output)
+                self.on_phase(BACKWARD)
+                with UserCode("the backward pass", self.task.global_loss):
+                    torch.autograd.backward(*find_gradients(output, gradients[index]))
+        samples = float(global_loss.shares.own * len(batches))
+        return [loss * samples], [samples], None
+
+    def _seed_model(self, step: int, microbatch: int) -> None:
+        seed_torch(derive_seed(self.seed, "model", step, microbatch, *self.place.stream), self.device)
 
     def _expected_items(self, items: float, micro_batches: int) -> float:
         """Return the items of the global batch, inferred from the `items` of a micro-batch of this rank."""

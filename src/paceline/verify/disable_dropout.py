@@ -36,7 +36,12 @@ def disable_dropout(
         with context or nullcontext():
             return task.loss(output, batch)
 
-    for name, method in (("model", model), ("dataset", dataset), ("loss", loss)):
+    def global_loss(output: Any, batch: Any) -> Any:
+        with context or nullcontext():
+            return task.global_loss(output, batch)
+
+    methods = {"model": model, "dataset": dataset, "loss": loss, "global_loss": global_loss}
+    for name, method in methods.items():
         object.__setattr__(wrapped, name, method)  # tasks are frozen
     return wrapped
 

@@ -19,6 +19,7 @@ from paceline.distributed.process_group import choose_device, process_group
 from paceline.distributed.world import World
 from paceline.errors import BenchError
 from paceline.spec import suggest
+from paceline.torch_compat import all_gather_single, reduce_scatter_single
 
 Tensor = torch.Tensor
 Run = Callable[[], object]
@@ -53,10 +54,6 @@ class Backend:
 
 
 # --- torch ---
-
-# torch 2.13 has the new names, torch 2.11 the old.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def _scatter(group: Any, at: GroupRank, input: Tensor, output: Tensor) -> Run:
@@ -93,8 +90,10 @@ def _send_recv(group: Any, at: GroupRank, input: Tensor, output: Tensor) -> Run:
 
 
 _COMMON: Mapping[str, Call] = {
-    "all-gather": lambda group, at, input, output: partial(_all_gather, output, input, group=group),
-    "reduce-scatter": lambda group, at, input, output: partial(_reduce_scatter, output, input, group=group),
+    "all-gather": lambda group, at, input, output: partial(all_gather_single, output, input, group=group),
+    "reduce-scatter": lambda group, at, input, output: partial(
+        reduce_scatter_single, output, input, group=group
+    ),
     "scatter": _scatter,
     "gather": _gather,
 }

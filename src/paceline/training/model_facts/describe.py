@@ -13,7 +13,7 @@ from paceline.data.fake import example_batch, fake_parameters
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import storage_id
 from paceline.errors import PlanError, TaskError
-from paceline.parallel.forward import call_model
+from paceline.parallel.forward import call_loss, call_model
 from paceline.parallel.tensor.styles import STYLES
 from paceline.plan.model.facts import BlockFacts, LiveBytes, ModelFacts, TensorVolume
 from paceline.plan.model.operations import Operation
@@ -73,11 +73,11 @@ def count_facts(counter: OpCounter, task: Task, batch: Batch, samples: int) -> M
     with counter:
         output = call_model(task, model, batch)
         counter.start_loss()
-        task.loss(output, batch)
+        call_loss(task, output, batch)
     facts = _build_facts(counter, type(task).__name__, samples)
     try:
         live = measure_live_memory(
-            model, counter.units, lambda: task.loss(call_model(task, model, batch), batch)
+            model, counter.units, lambda: call_loss(task, call_model(task, model, batch), batch)
         )
     except RuntimeError:  # tensors saved for the backward pass are counted already
         return facts
