@@ -73,7 +73,7 @@ def describe_exception(error: BaseException, method: Callable[..., Any] | None =
 
 def find_user_line(error: BaseException) -> str | None:
     """Return file and line of the innermost frame of the user's code, or None if no frame is the user's."""
-    return next((_format_line(*frame) for frame in reversed(_frames(error)) if _is_users(frame[0])), None)
+    return next((_format_line(*frame) for frame in reversed(_frames(error)) if is_user_file(frame[0])), None)
 
 
 def _frames(error: BaseException) -> list[tuple[str, int]]:
@@ -98,12 +98,13 @@ def _find_place(error: BaseException, method: Callable[..., Any] | None) -> str:
     without_torch = [frame for frame in frames if not TORCH.search(frame[0])]
     places = [_format_line(*frame) for frame in without_torch[-1:] or frames[-1:]]
     code = getattr(inspect.unwrap(method), "__code__", None) if method is not None else None
-    if method is not None and code is not None and _is_users(code.co_filename):
+    if method is not None and code is not None and is_user_file(code.co_filename):
         places.append(f"{method.__name__}() is at {_format_line(code.co_filename, code.co_firstlineno)}")
     return "; ".join(places)
 
 
-def _is_users(file: str) -> bool:
+def is_user_file(file: str) -> bool:
+    """Return whether a file is code of the user: not of Paceline and not of a library."""
     return file.startswith(TASKS + os.sep) or not (file.startswith(PACKAGE + os.sep) or LIBRARY.search(file))
 
 
@@ -133,7 +134,7 @@ def is_passed_through(error: BaseException) -> bool:
     is_raised = _is_raise(trace.tb_frame, trace.tb_lasti)
     if isinstance(error, KeyboardInterrupt):
         return not is_raised  # a signal arrives at any instruction except `raise`
-    of_paceline = file.startswith(PACKAGE + os.sep) and not _is_users(file) and file != TASK_MODULE
+    of_paceline = file.startswith(PACKAGE + os.sep) and not is_user_file(file) and file != TASK_MODULE
     if (
         isinstance(error, (RuntimeError, ConnectionError))
         and (of_paceline or TORCH.search(file))

@@ -445,14 +445,16 @@ def test_a_resume_with_another_learning_rate(trained):
 @pytest.mark.slow
 def test_commands_of_the_page(tmp_path):
     blocks = read_blocks("docs/debug.md")
-    for line in (blocks["equal"] + blocks["different"]).splitlines():
+    for line in (blocks["equal"] + blocks["different"] + blocks["replay"]).splitlines():
         program, *words = shlex.split(line.partition("#")[0])
         if program == "paceline":
             result = paceline(*words, at=tmp_path)
-            assert result.status == (1 if words == ["diff", "runs/a", "runs/c"] else 0), result.all
+            differs = words == ["diff", "runs/a", "runs/c"]
+            assert result.status == (1 if differs else 0), result.all
+            assert not differs or "step 11 is the first that differs" in result.out
         else:
             subprocess.run([program, *words], cwd=tmp_path, check=True)
-    assert "step 11 is the first that differs" in result.out
+    assert "step 13 on one process, from the checkpoint of step 10" in result.out
 
 
 def test_text_shows_names_of_any_origin_without_control_characters(tmp_path):

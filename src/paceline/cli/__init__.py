@@ -52,6 +52,7 @@ PANELS = {
         "show": "Show what happened in a run.",
         "profile": "Show where the time and memory of a run went, next to the predicted values.",
         "diff": "Name the first step and tensor in which two runs differ.",
+        "replay": "Repeat one step of a run on one process.",
         "doctor": "Find out whether a run is stalled, and which rank it waits for.",
     },
     "Internal": {

@@ -1,4 +1,4 @@
-"""Debugging a run from its files: where two runs differ.
+"""Debugging a run: where two runs differ; one step, repeated on one process.
 
 Nothing here changes a run folder.
 """
