@@ -104,8 +104,8 @@ def check_layers(at: Path) -> str:
 
 
 def test_unknown_name_raises():
-    with pytest.raises(AttributeError, match="module 'paceline' has no attribute 'Trainer'"):
-        paceline.Trainer  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'paceline' has no attribute 'Teacher'"):
+        paceline.Teacher  # noqa: B018
 
 
 def test_each_error_derives_from_error_and_is_documented():

@@ -24,6 +24,7 @@ The command line starts the processes: `paceline train mine.py:Mine --ranks 4 --
     train          train on one or more processes, as a generator of events
     find_plans     the plans that fit, fastest first
     verify_plan    check that a plan computes the same training as one process
+    setup          distribute a model and its optimizer for a loop of your own, as a Trainer
     spawn          call a function on connected processes
     evaluate       the metrics of a checkpoint of a run on any split
     describe       what planning knows of a model
@@ -78,6 +79,8 @@ if TYPE_CHECKING:
     from paceline.task import Task as Task
     from paceline.training.find_plans import find_plans as find_plans
     from paceline.training.model_facts.describe import describe as describe
+    from paceline.training.own_loop import Trainer as Trainer
+    from paceline.training.own_loop import setup as setup
     from paceline.verify.verify_plan import verify_plan as verify_plan
 
 # Imported on first use: `train` needs torch, whose import takes a second.
@@ -111,10 +114,12 @@ _PLACES = {
     "Step": "events",
     "Task": "task",
     "TaskError": "errors",
+    "Trainer": "training.own_loop",
     "World": "distributed.world",
     "describe": "training.model_facts.describe",
     "evaluate": "launch.evaluate_run",
     "find_plans": "training.find_plans",
+    "setup": "training.own_loop",
     "spawn": "launch.call_on_ranks",
     "train": "launch.train_run",
     "verify_plan": "verify.verify_plan",
@@ -149,11 +154,13 @@ __all__ = [
     "Step",
     "Task",
     "TaskError",
+    "Trainer",
     "World",
     "__version__",
     "describe",
     "evaluate",
     "find_plans",
+    "setup",
     "spawn",
     "train",
     "verify_plan",

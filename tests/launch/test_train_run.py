@@ -206,7 +206,7 @@ def test_a_killed_rank_restarts_and_then_fails(tmp_path: Path) -> None:
     assert message.startswith("rank 1 was killed by SIGKILL")
 
 
-@pytest.mark.parametrize("how", ["break", "raise", "interrupt"])
+@pytest.mark.parametrize("how", ["break", pytest.param("raise", marks=pytest.mark.slow), "interrupt"])
 def test_no_rank_outlives_the_loop(how: str, tmp_path: Path) -> None:
     """Ranks without a folder end at once; with a folder they save first."""
     ends = {

@@ -1,6 +1,6 @@
 """Sharded data parallelism: `fully_shard` over the blocks of a model."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +12,24 @@ from torch.utils._pytree import tree_leaves, tree_map
 from paceline.plan.plan import Plan
 
 
-def shard(model: nn.Module, units: list[nn.Module], plan: Plan, mesh: DeviceMesh) -> None:
-    """Apply `fully_shard` to each unit and to `model`. Scalars stay whole."""
+def shard(
+    model: nn.Module,
+    units: list[nn.Module],
+    plan: Plan,
+    mesh: DeviceMesh,
+    whole: Collection[nn.Parameter] = (),
+) -> None:
+    """Apply `fully_shard` to each unit and to `model`. Scalars and the parameters in `whole` stay whole."""
     from torch.distributed.fsdp import fully_shard  # 0.7 s to import
 
     for unit in [*units, model]:
         unit.register_forward_hook(copy_output_views)
-    scalars = find_scalars(model)
+    ignored = find_scalars(model) | {*whole}
     for unit in units:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=plan.zero == 3, ignored_params=scalars)
+        if any(parameter not in ignored for parameter in unit.parameters()):
+            fully_shard(unit, mesh=mesh, reshard_after_forward=plan.zero == 3, ignored_params=ignored)
     # The backward pass gathers the root again at once, so resharding it has no benefit.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=scalars)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
 
 
 def copy_output_views(module: nn.Module, args: Any, output: Any) -> Any:
@@ -65,3 +72,23 @@ def average_scalars_(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
     for (total, holders), parameter in zip(sums, params, strict=True):
         if parameter.grad is not None or holders:
             parameter.grad = (total / mesh.size()).to(parameter.dtype)
+
+
+@torch.no_grad()
+def average_whole_(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Average the gradients of parameters that each rank keeps whole over the data ranks.
+
+    A gradient stays None if it is None on all ranks.
+    """
+    held = torch.tensor([float(parameter.grad is not None) for parameter in params], device=params[0].device)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(held, group=mesh.get_group(axis))
+    used = [parameter for parameter, holders in zip(params, held.tolist(), strict=True) if holders]
+    for dtype in {parameter.dtype for parameter in used}:
+        same = [parameter for parameter in used if parameter.dtype == dtype]
+        flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in same])
+        for axis in range(mesh.ndim):
+            dist.all_reduce(flat, group=mesh.get_group(axis))
+        flat /= mesh.size()
+        for parameter, part in zip(same, flat.split([p.numel() for p in same]), strict=True):
+            parameter.grad = part.view_as(parameter)

@@ -71,6 +71,11 @@ def make_optimizer(
             report.notes += _ineffective_options(spec, optimizer)
             _report_groups(optimizer, report)
     check_sparse_support(optimizer, sparse)
+    return shard_state(optimizer, plan)
+
+
+def shard_state(optimizer: torch.optim.Optimizer, plan: ResolvedPlan) -> torch.optim.Optimizer:
+    """Return an optimizer like this one, whose state is sharded over the data ranks under zero=1."""
     if plan.zero == 1 and plan.data_ranks > 1 and not plan.splits_model:
         optimizer = _shard_with_torch(optimizer)
     _split_groups_by_mesh(optimizer)
