@@ -14,7 +14,8 @@ from torch import Tensor
 from paceline.errors import RunError, TaskError
 from paceline.files import reason
 from paceline.hf.folder import CONFIG, ModelFolder, describe_briefly, import_transformers, open_folder
-from paceline.hf.task import build_model, set_labels_
+from paceline.hf.lora import merge
+from paceline.hf.task import Adapters, build_model, read_adapters, set_labels_
 from paceline.spec import HF_TASK, Spec
 
 # Files of a folder that say how to use its model: the tokenizer, generation, the template of a chat.
@@ -51,11 +52,20 @@ class TrainedModel:
     source: ModelFolder
     objective: str | None = None
     labels: tuple[str, ...] | None = None  # of a classifier
+    adapters: Adapters | None = None
 
     def build(self) -> Any:
-        """Return the model on the meta device."""
+        """Return the model on the meta device, without adapters."""
         with torch.device("meta"):
             return build_model(self.source, self.objective, self.labels)
+
+    def merge(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the weights of the model without adapters that computes the same as that of the run."""
+        if self.adapters is None:
+            return weights
+        with torch.device("meta"):
+            adapted = build_model(self.source, self.objective, self.labels, self.adapters)
+        return merge(weights, adapted)
 
     def read_config(self) -> Any:
         """Return its configuration, without the changes that serve the training only."""
@@ -73,16 +83,18 @@ def find_model(spec: Spec) -> TrainedModel:
     path, labels = Path(spec.set["folder"]), spec.set.get("labels")
     # The weights of the folder are not needed any more.
     source = open_folder(str(path if path.name == CONFIG else path / CONFIG))
-    return TrainedModel(source, spec.set.get("objective"), tuple(labels) if labels is not None else None)
+    names = tuple(labels) if labels is not None else None
+    return TrainedModel(source, spec.set.get("objective"), names, read_adapters(spec.set))
 
 
 def write_folder(weights: Mapping[str, Tensor], model: TrainedModel, out: Path) -> None:
     """Write config, weights and the files of the tokenizer to the new folder `out`.
 
     The folder appears at `out` only after transformers loaded it with the same values. The weights keep the
-    type of the run.
+    type of the run. Adapters are merged into them.
     weights: whole tensors by their names in the model. Raises RunError and TaskError.
     """
+    weights = model.merge(weights)
     temporary = out.absolute().with_name(f".{secrets.token_hex(8)}")
     try:
         temporary.mkdir()

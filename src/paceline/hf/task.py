@@ -1,6 +1,7 @@
 """The task hf:FOLDER: a Hugging Face model, trained on text files or JSON lines."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from paceline.data.ragged import Ragged
 from paceline.errors import DataError, TaskError
 from paceline.hf.folder import ModelFolder, check_vocabulary, import_transformers, load_tokenizer, open_folder
+from paceline.hf.lora import add_adapters_
 from paceline.hf.objectives import CAUSAL_LM, CLASSIFICATION, MASKED_LM, SEQ2SEQ, Objective, choose_objective
 from paceline.hf.samples import (
     IGNORED,
@@ -41,6 +43,9 @@ class HuggingFace(Task):
     label: str = "label"  # key of the class, for classification
     labels: tuple[str, ...] | None = None  # names of the classes; by default, those of the config
     masked: float = 0.15  # share of the tokens that masked-lm predicts
+    lora_rank: int | None = None  # train adapters of this rank, and freeze the model
+    lora_alpha: float | None = None  # adapters are scaled by alpha ÷ rank; by default, alpha is the rank
+    lora_targets: tuple[str, ...] | None = None  # linear layers with adapters; by default, all but the output
 
     def __post_init__(self) -> None:
         folder = open_folder(self.folder)
@@ -49,12 +54,16 @@ class HuggingFace(Task):
             raise TaskError(f"length must be at least 1 token, got {self.length}")
         if not 0 < self.masked <= 1:
             raise TaskError(f"masked must be above 0 and at most 1, got {self.masked}")
+        if self.lora_rank is None and (self.lora_alpha is not None or self.lora_targets is not None):
+            raise TaskError("lora_alpha and lora_targets require lora_rank, such as --set lora_rank=16")
+        if self.lora_rank is not None and self.lora_rank < 1:
+            raise TaskError(f"lora_rank must be at least 1, got {self.lora_rank}")
         for file in (self.data, self.validation):
             if file is not None and not Path(file).is_file():
                 raise DataError(f"no such data file: {file}; specify a text file or JSON lines")
 
     def model(self) -> nn.Module:
-        return build_model(open_folder(self.folder), self.objective, self.labels)
+        return build_model(open_folder(self.folder), self.objective, self.labels, read_adapters(vars(self)))
 
     def pretrained(self) -> FolderWeights | None:
         folder = open_folder(self.folder)
@@ -129,8 +138,30 @@ class HuggingFace(Task):
         return {"accuracy": (output.logits.argmax(-1) == batch["labels"]).flatten()}
 
 
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a training: rank, scale times rank, and the names of the linear layers."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] | None
+
+
+def read_adapters(fields: Mapping[str, Any]) -> Adapters | None:
+    """Return the adapters that the fields of a task request; None: the whole model is trained."""
+    rank, alpha, targets = (fields.get(f"lora_{name}") for name in ("rank", "alpha", "targets"))
+    if rank is None:
+        return None
+    return Adapters(
+        rank, alpha if alpha is not None else rank, tuple(targets) if targets is not None else None
+    )
+
+
 def build_model(
-    folder: ModelFolder, objective: str | None, labels: tuple[str, ...] | None = None
+    folder: ModelFolder,
+    objective: str | None,
+    labels: tuple[str, ...] | None = None,
+    adapters: Adapters | None = None,
 ) -> nn.Module:
     """Return the model of a folder for an objective, with random weights.
 
@@ -152,6 +183,11 @@ def build_model(
         # The token for padding may be the one that ends a text. Some models look for it among the values of
         # the tokens, which a forward pass on the meta device lacks.
         model.config.pad_token_id = None
+    if adapters is not None:
+        base = model.base_model_prefix
+        # A new classifier learns nothing while it is frozen.
+        heads = tuple(name for name, _ in model.named_children() if row is CLASSIFICATION and name != base)
+        add_adapters_(model, adapters.rank, adapters.alpha, adapters.targets, heads)
     built: nn.Module = model
     return built
 
