@@ -424,7 +424,8 @@ def portable_reference_to(task: Task) -> str:
     """Return the reference of a task, with the file in place of the module `__main__` if there is a file."""
     module, _, name = reference_to(task).partition(":")
     file = getattr(sys.modules["__main__"], "__file__", None) if module == "__main__" else None
-    return f"{os.path.abspath(file)}:{name}" if file is not None else f"{module}:{name}"
+    is_importable = file is not None and file.endswith(".py") and os.path.isfile(file)
+    return f"{os.path.abspath(file)}:{name}" if file is not None and is_importable else f"{module}:{name}"
 
 
 def storable_fields(task: Task) -> dict[str, Any] | None:

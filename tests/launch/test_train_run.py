@@ -168,6 +168,24 @@ def test_stop_resume_and_the_run_folder(tmp_path: Path) -> None:
     assert len(refused.err.strip().splitlines()) == 1
 
 
+def test_a_notebook_has_no_file(tmp_path: Path) -> None:
+    """Its run can be evaluated where the task is defined, and nowhere else."""
+    body = """
+    del __file__
+    short = spec(2, save=paceline.spec.Save(best="min loss"))
+    for event in paceline.train(short, task=Net(width=5), ranks=2, run="run", device="cpu"):
+        name = event.task if isinstance(event, Started) else name
+    losses = [paceline.evaluate("run", split="train", ranks=ranks).metrics["loss"] for ranks in (1, 2)]
+    print(json.dumps([name, *losses]))
+    """
+    name, alone, on_two = json.loads(finish(run_script(tmp_path, body), tmp_path).out)
+    assert name == "__main__:Net"
+    assert alone == pytest.approx(on_two, rel=1e-10)
+    refused = paceline("evaluate", "run", "--split", "train", at=tmp_path)
+    assert (refused.status, refused.err.count("\n")) == (2, 1)
+    assert "the task Net was defined in a notebook" in refused.err
+
+
 def test_errors_of_a_rank_have_their_class(tmp_path: Path) -> None:
     body = """
     try:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import spec as specs
+from paceline import task as tasks
 from paceline.distributed.world import World, read_world
 from paceline.errors import LaunchError
 from paceline.run import RunFolder, open_run
@@ -32,7 +33,8 @@ def evaluate(
 
     Each sample counts once. No file of the run changes, and the run may be in training meanwhile. Under
     torchrun, mpirun or srun this process becomes a rank, and all ranks return the same metrics. Otherwise
-    ranks are started on this machine; they import the module that defines the task.
+    ranks are started on this machine; they import the module that defines the task, or get a copy of a task
+    that is defined in the script or in a notebook.
 
     run: the folder of the run; its spec.toml names the task and the precision.
     split: what `Task.dataset` gets, such as "train", "validation" or "test".
@@ -60,15 +62,21 @@ def evaluate(
     if world.launcher is not None or num_ranks == 1:
         return evaluate_checkpoint(request, world)
     from paceline.launch.rank_pool import Ranks
+    from paceline.launch.sent_task import pack_task
 
+    task = tasks.load_task(request.spec.task, request.spec.set)
+    content = pack_task(task, request.spec.task) if type(task).__module__ == "__main__" else None
     with Ranks(num_ranks) as pool:
-        result: Evaluation = pool(_evaluate_on_rank, request, timeout_s=MAX_S)[0]
+        result: Evaluation = pool(_evaluate_on_rank, request, content, timeout_s=MAX_S)[0]
         return result
 
 
-def _evaluate_on_rank(request: EvaluationRequest) -> Evaluation:
+def _evaluate_on_rank(request: EvaluationRequest, sent: bytes | None) -> Evaluation:
+    from paceline.launch.sent_task import unpack_task
     from paceline.training.evaluate_checkpoint import evaluate_checkpoint
 
+    if sent is not None:
+        unpack_task(sent)
     return evaluate_checkpoint(request, read_world())
 
 

@@ -16,16 +16,21 @@ from paceline.user_code import describe_exception
 
 def send_task(task: Task, reference: str, file: Path) -> None:
     """Write a task, for `receive_task`. Raises TaskError if a part of it cannot be pickled."""
+    write_secret(file, pack_task(task, reference))
+
+
+def pack_task(task: Task, reference: str) -> bytes:
+    """Return a task as a pickle, for `unpack_task`. Raises TaskError if a part of it cannot be pickled."""
     import cloudpickle
 
     try:
-        content = cloudpickle.dumps((reference, task))
+        content: bytes = cloudpickle.dumps((reference, task))
     except Exception as error:  # of the user's objects
         raise TaskError(
             f"task {type(task).__name__} cannot be sent to the ranks: {type(error).__name__}: {error}; open "
             "files, locks and connections in dataset() or model(), where each rank opens its own"
         ) from error
-    write_secret(file, content)
+    return content
 
 
 def receive_task(file: Path) -> None:
@@ -33,7 +38,11 @@ def receive_task(file: Path) -> None:
 
     Raises RunError if the file belongs to another user.
     """
-    content = read_own_bytes(file)
+    unpack_task(read_own_bytes(file))
+
+
+def unpack_task(content: bytes) -> None:
+    """Read a task of `pack_task`, from a process of the same user, as `receive_task` does."""
     try:
         reference, task = pickle.loads(content)
     except Exception as error:  # an import fails on this rank
