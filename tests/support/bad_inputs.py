@@ -112,11 +112,6 @@ class Fails(Small):
         return None
 
 
-class Draws(Small):
-    def loss(self, output, batch, rng):
-        return super().loss(output + rng.randn_like(output[:3]), batch)
-
-
 class Plain:
     pass
 """
@@ -253,7 +248,6 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("train bad.py:Fails --set at=batch_of --batch 8", "Fails.collate() would not be called|remove collate"),
     ("train bad.py:Fails --set at=layout --batch 8 --plan zero3 --ranks 2", "the layout is broken"),
     ("train bad.py:Fails --set at=optimizer --batch 8", "the optimizer is broken"),
-    ("train bad.py:Draws --batch 8 --steps 1", "rng.randn_like: the first dim must be the 8 samples"),
     # train: the request
     ("train bad.py:Small --batch 0", "batch|0"),
     ("train bad.py:Small --batch -4", "batch|-4"),
