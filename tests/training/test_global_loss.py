@@ -392,6 +392,8 @@ def test_commands_on_the_program_of_the_page(tmp_path: Path) -> None:
     assert "all-gather" in succeed("comms", *words, "--plan", "ddp,microbatches=2", at=tmp_path).out
     for command in ("plan", "preflight"):
         succeed(command, *words, at=tmp_path)
+    replayed = succeed("replay", "run", "--step", "3", at=tmp_path).out
+    assert f"{events_of_kind(tmp_path / 'run', Step)[2].loss:.4f}"[:5] in replayed, replayed
     evaluated = succeed("evaluate", "run", "--ranks", "1", "--plan", "single", at=tmp_path).out
     last = events_of_kind(tmp_path / "run", Evaluated)[-1].metrics["loss"]
     assert float(evaluated.split()[-1]) == pytest.approx(last, rel=1e-5)

@@ -24,6 +24,7 @@ from paceline.debug.steps import StepTable, read_steps
 from paceline.distributed.process_group import choose_device, process_group
 from paceline.distributed.world import World
 from paceline.errors import CheckpointError, Error, PlanError, RunError, TaskError
+from paceline.parallel.forward import has_global_loss
 from paceline.plan.plan import Plan, parse
 from paceline.run import RunFolder
 from paceline.spec import Spec
@@ -294,8 +295,9 @@ class _LossDebugger(pdb.Pdb):
 
 @contextlib.contextmanager
 def _debug_loss(task: Task) -> Iterator[None]:
-    """Start pdb at each call of loss(). Raises DebuggerLeft when the user quits."""
-    original = task.loss
+    """Start pdb at each call of loss() or global_loss(). Raises DebuggerLeft when the user quits."""
+    method = "global_loss" if has_global_loss(task) else "loss"
+    original = getattr(task, method)
 
     def loss(output: Any, batch: Any) -> Any:
         debugger = _LossDebugger(nosigint=True)
@@ -304,11 +306,11 @@ def _debug_loss(task: Task) -> Iterator[None]:
             raise DebuggerLeft("the debugger was left")
         return values
 
-    object.__setattr__(task, "loss", loss)  # a task is frozen
+    object.__setattr__(task, method, loss)  # a task is frozen
     try:
         yield
     finally:
-        object.__delattr__(task, "loss")
+        object.__delattr__(task, method)
 
 
 @contextlib.contextmanager
