@@ -204,9 +204,10 @@ def _load(
     path, index, notes = checkpoints.find_last_complete(run, world.rank, world.size, steps[0])
     if path is None or index is None:
         raise CheckpointError(f"{run.path} has no complete checkpoint to evaluate: {'; '.join(notes)}")
-    # Evaluation divides any batch among the ranks; the analysis of the model needs a batch of a training.
+    # Evaluation divides any batch among the ranks; the analysis of the model needs a batch of a training,
+    # with two samples in each part because of BatchNorm.
     parts = plan.dp * plan.microbatches
-    batch = parts * max(1, min(request.spec.batch, samples.count) // parts)
+    batch = parts * max(2, min(request.spec.batch, samples.count) // parts)
     spec = request.spec.model_copy(update={"batch": batch})
     analysis = analyze_model(spec, plan, task, device, samples)
     # Buffers that are not in the checkpoint keep their initial values.

@@ -10,13 +10,9 @@ import torch
 from torch import nn
 
 from paceline.spec import Spec
-from paceline.task import Task, field_values
+from paceline.task import METHODS, Task, field_values
 from paceline.training.optimizer import local_optimizer
 
-METHODS = (
-    *("model", "dataset", "collate", "inputs", "loss", "weights", "metrics", "layout", "optimizer"),
-    "after_step",
-)
 MODULES, CODE = "modules of the model", "code of "
 
 
@@ -54,7 +50,7 @@ def _sources(task: Task) -> dict[str, str]:
     (A class defined at a prompt has no source.)
     """
     methods = {}
-    for name in METHODS:
+    for name in sorted(METHODS):
         method = getattr(type(task), name)
         if method is not getattr(Task, name):
             methods[f"{name}()"] = method
