@@ -56,6 +56,7 @@ ranks = cache(Ranks)
 def _run(function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
     """Call the function in this rank; a rank that hangs prints its stacks before the pool ends it."""
     _make_warnings_errors()
+    faulthandler.enable()  # a crash prints its stack
     faulthandler.dump_traceback_later(timeout_s - 2.0)
     try:
         return function(*args)
