@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.distributed.unfinished import records_collectives, wait_for_collectives
 from paceline.distributed.world import World
 from paceline.events import Profiled
 from paceline.plan.cost_model.compare import MAX_PROFILED_STEPS
@@ -33,6 +34,7 @@ MIN_PROFILES = 8  # in a training that is long enough; more often at its beginni
 START_S = {"cpu": 0.03, "cuda": 4.0}  # assumed cost of a first profile; on CUDA it starts a library
 COST_MARGIN = 1.5  # the next profile may cost this many times the most expensive one so far
 EVENT_S = 2e-6  # that recording an event adds to a step
+STOP_S = 10.0  # maximum wait for collectives that a profile contains
 # Of a step; a checkpoint is not part of a step.
 PARTS = ("compute", "communication", "bubble", "input", "optimizer", "other")
 
@@ -59,6 +61,7 @@ class StepProfiler:
         self.spent_s = 0.0
         self.max_cost_s: float | None = None  # of the most expensive profile so far
         self.open: _Profile | None = None
+        self._is_safe: bool | None = None  # whether profiles can end without a crash; None: not known yet
 
     def begin(self, step: int) -> None:
         """Begin a step, after `step` steps."""
@@ -109,6 +112,7 @@ class StepProfiler:
             or step < self.next
             or step + steps > self.total
             or steps > MAX_PROFILED_STEPS
+            or not self._is_known_to_end()
         ):
             return False
         if self.max_cost_s is None and self.enabled:
@@ -122,6 +126,13 @@ class StepProfiler:
             else START_S[self.device.type] + steps * step_s
         )
         return self.spent_s + cost_s <= MAX_SHARE * step_s * (self.total - self.first)
+
+
+    def _is_known_to_end(self) -> bool:
+        """Return whether this process can find out when its collectives have ended (see `_Profile.stop`)."""
+        if self._is_safe is None:
+            self._is_safe = self.world.size == 1 or self.device.type != "cpu" or records_collectives()
+        return self._is_safe
 
 
 class _Profile:
@@ -174,11 +185,18 @@ class _Profile:
             pass
         return is_last
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
+        """Stop torch's profiler, and return whether that was possible.
+
+        A thread of gloo that ends a collective after that would write into freed memory (torch 2.13). So the
+        profiler goes on if a collective does not end, for example because another rank failed.
+        """
         self.training.step.observe = self.observe
-        if self.profiler is not None:
-            self.profiler.__exit__(None, None, None)
-            set_log_level(self.log_level)
+        if self.profiler is None or not wait_for_collectives(STOP_S):
+            return False
+        self.profiler.__exit__(None, None, None)
+        set_log_level(self.log_level)
+        return True
 
     def read(self) -> list[float]:
         """Return a row of NUM_COLUMNS figures.
@@ -186,8 +204,7 @@ class _Profile:
         These are the cost in seconds, 1 if the others are measured and 0 if not, StepSeconds, PeakMemory.
         """
         began = time.perf_counter()
-        self.stop()
-        if self.profiler is None:
+        if not self.stop():
             return [self.cost_s, *[0.0] * (NUM_COLUMNS - 1)]
         cuda = self.device.type == "cuda"
         results = self.profiler.kineto_results

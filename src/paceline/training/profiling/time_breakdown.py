@@ -18,7 +18,7 @@ NEIGHBOURS = re.compile(r"send|recv", re.I)
 # Operations and compiled blocks, not what calls them.
 COMPUTED = re.compile(r"(?!autograd::|torch::autograd::)\w+::|Torch-Compiled|CompiledF")
 
-LATE_SHARE = 0.05  # of a pause, by which the end of a collective may be recorded after the pause
+LATE_SHARE = 0.05  # of a wait, by which the end of a collective may be recorded after the wait
 
 Span = tuple[int, int]  # begin and end, ns
 
@@ -166,15 +166,19 @@ def _find_waits(pauses: Sequence[Span], enqueued: Sequence[Op], collectives: Ite
     """
     begins, enqueued_ns = [begin for begin, _ in pauses], [op.begin_ns for op in enqueued]
     for op in collectives:
-        at = bisect_right(begins, op.end_ns) - 1
-        if at < 0:
-            continue
-        begin, end = pauses[at]
-        if op.begin_ns >= end or op.end_ns - end > LATE_SHARE * (end - begin):
-            continue  # it ended during computing, so the thread did not wait
         before = bisect_right(enqueued_ns, op.begin_ns) - 1
-        requested = enqueued_ns[before] if before >= 0 and enqueued_ns[before] >= begin else op.begin_ns
-        yield max(begin, min(requested, op.begin_ns)), min(op.end_ns, end)
+        requested = enqueued_ns[before] if before >= 0 else op.begin_ns
+        waits = []
+        for at in range(bisect_right(begins, op.end_ns) - 1, -1, -1):
+            begin, end = pauses[at]
+            if end <= op.begin_ns or op.end_ns - end > LATE_SHARE * (op.end_ns - op.begin_ns):
+                break
+            first, last = max(begin, op.begin_ns), min(op.end_ns, end)
+            if op.end_ns - end <= LATE_SHARE * (end - first):
+                waits.append((last - first, requested if requested >= begin else first, last))
+        if waits:  # else it ended during computing, so the thread did not wait
+            _, first, last = max(waits)
+            yield first, last
 
 
 def _spans(ops: Iterable[Op]) -> Iterator[Span]:
