@@ -22,6 +22,7 @@ from paceline.bench.to_cluster import update_cluster
 from paceline.cli.profile import profile as command
 from paceline.cluster import file
 from paceline.cluster.facts import CalibrationRecord, Cluster, Device, Fact
+from paceline.distributed.world import World
 from paceline.errors import ClusterError, RunError, TaskError
 from paceline.events import Event, Profiled, Started, Step
 from paceline.plan.cost_model.compare import (
@@ -195,7 +196,7 @@ def test_errors_have_signs() -> None:
 
 def make_profiler(total: int, enabled: bool | None = None) -> StepProfiler:
     training: Any = SimpleNamespace(servers=None, local=None)
-    return StepProfiler(enabled, 0, total, training, parse("single"), SimpleNamespace(size=1), torch.device("cpu"))  # type: ignore[arg-type]
+    return StepProfiler(enabled, 0, total, training, parse("single"), World(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("total", "due"), [(100, False), (100_000, True)])

@@ -19,7 +19,7 @@ from paceline.launch.worker_processes import LOST, Failures
 from paceline.run import RunFolder
 from paceline.units import numbered
 
-LOG_LINES = 20  # last lines of the log of the failed rank
+LOG_LINES = 20  # of the log of the failed rank
 AGENT_WAITS_S = 30  # torch 2.13: time between SIGTERM and SIGKILL of the agent
 REPORT_S = 5.0  # for the failures that agents of other nodes report
 ERRORS = {
@@ -58,8 +58,15 @@ def find_cause(
         events.append(run.events, Failed(what="run", step=step, rank=cause.rank, message=message))
     if not cause.shows_log:
         return RankError(message)
-    end = "\n".join(f"  {line}" for line in output.splitlines()[-LOG_LINES:])
+    end = "\n".join(f"  {line}" for line in _read_end(output))
     return RankError(f"{message}\nThe end of {log}:\n{end}" if end else f"{message}\n{log} is empty")
+
+
+def _read_end(output: str) -> list[str]:
+    """Return the last lines, or the first of the stacks that a crash in compiled code prints."""
+    lines = output.splitlines()
+    crash = next((at for at, line in enumerate(lines) if line.startswith("Fatal Python error: ")), None)
+    return lines[-LOG_LINES:] if crash is None else lines[crash : crash + LOG_LINES]
 
 
 def log_restart(

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import faulthandler
 import os
 import sys
 import threading
@@ -44,6 +45,7 @@ def run_started(
     task_file: a task that another process sent.
     """
     os.dup2(2, 1)  # one log per rank
+    faulthandler.enable()  # a crash in compiled code prints where it happened
     spec, launch = run.next_request()  # it may be for more ranks, if nodes were lost
     started = threading.Event()
     with (

@@ -127,7 +127,6 @@ class StepProfiler:
         )
         return self.spent_s + cost_s <= MAX_SHARE * step_s * (self.total - self.first)
 
-
     def _is_known_to_end(self) -> bool:
         """Return whether this process can find out when its collectives have ended (see `_Profile.stop`)."""
         if self._is_safe is None:
