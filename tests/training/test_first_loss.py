@@ -200,14 +200,14 @@ def test_losses_that_mix_samples_are_refused() -> None:
     assert not missed
 
 
-def test_losses_that_do_not_mix_samples_are_accepted() -> None:
-    for precision in ("fp32", "bf16", "fp64"):
-        alarms = {
-            name: message
-            for name in APART
-            if (message := error_of(name, "single,microbatches=2", precision=precision))
-        }
-        assert not alarms, precision
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp64", marks=pytest.mark.slow)])
+def test_losses_that_do_not_mix_samples_are_accepted(precision: str) -> None:
+    alarms = {
+        name: message
+        for name in APART
+        if (message := error_of(name, "single,microbatches=2", precision=precision))
+    }
+    assert not alarms
 
 
 def test_mixing_losses_are_accepted_on_whole_batches_or_if_allowed() -> None:

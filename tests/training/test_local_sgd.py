@@ -38,6 +38,11 @@ pytestmark = pytest.mark.processes
 PLAIN = Optimizer(name="sgd", lr=0.05, momentum=0.0, weight_decay=0.1)
 MOMENTUM = Optimizer(name="sgd", lr=0.05, momentum=0.9)
 ADAMW = Optimizer(name="adamw", lr=1e-2, clip=0.5)
+TASKS = [models.Points, models.Images, models.Frozen, models.Idle, models.Shared, models.Scalar]
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def make_spec(optimizer: Optimizer = ADAMW, **fields: Any) -> Spec:
@@ -50,10 +55,14 @@ def without_norms(found: TrainingResult) -> TrainingResult:
 
 
 @pytest.mark.parametrize(
-    "task", [models.Points, models.Images, models.Frozen, models.Idle, models.Shared, models.Scalar]
+    ("size", "microbatches", "task"),
+    [
+        *[(2, 1, task) for task in TASKS],
+        (4, 2, models.Images),
+        *[slow(4, 2, task) for task in TASKS if task is not models.Images],
+    ],
 )
-@pytest.mark.parametrize(("size", "microbatches"), [(2, 1), (4, 2)])
-def test_averaging_after_each_step_equals_ddp(task: type[Task], size: int, microbatches: int) -> None:
+def test_averaging_after_each_step_equals_ddp(size: int, microbatches: int, task: type[Task]) -> None:
     """For SGD without momentum, the mean of the steps is the step of the mean gradient."""
     spec = make_spec(PLAIN, schedule=Schedule(name="cosine", warmup=12))
     found = train_on_ranks(size, task(), spec, f"local-sgd,period=1,microbatches={microbatches}")
@@ -65,8 +74,8 @@ def test_averaging_after_each_step_equals_ddp(task: type[Task], size: int, micro
     )
 
 
-@pytest.mark.parametrize("plan", ["local-sgd,period=2", "post-local-sgd,period=1,switch=3"])
-@pytest.mark.parametrize("optimizer", [PLAIN, MOMENTUM, ADAMW], ids=["sgd", "momentum", "adamw"])
+@pytest.mark.parametrize("plan", [slow("local-sgd,period=2"), "post-local-sgd,period=1,switch=3"])
+@pytest.mark.parametrize("optimizer", [slow(PLAIN), MOMENTUM, ADAMW], ids=["sgd", "momentum", "adamw"])
 def test_other_settings_differ_from_ddp(plan: str, optimizer: Optimizer) -> None:
     found = train_on_ranks(2, models.Images(), make_spec(optimizer), plan)
     expected = train_on_ranks(2, models.Images(), make_spec(optimizer), "ddp")
@@ -75,9 +84,15 @@ def test_other_settings_differ_from_ddp(plan: str, optimizer: Optimizer) -> None
     assert "not the update of one process" in found.notes[0]
 
 
-@pytest.mark.parametrize("task", [models.Images, models.NormedImages, models.Text, models.Idle])
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_equals_ddp_until_the_switch(task: type[Task], microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("microbatches", "task"),
+    [
+        *[(1, models.Text), (2, models.NormedImages), (2, models.Idle)],
+        *[slow(1, task) for task in (models.Images, models.NormedImages, models.Idle)],
+        *[slow(2, task) for task in (models.Images, models.Text)],
+    ],
+)
+def test_equals_ddp_until_the_switch(microbatches: int, task: type[Task]) -> None:
     """All bits are equal, including BatchNorm over all ranks."""
     plan = f"post-local-sgd,period=2,switch=5,microbatches={microbatches}"
     expected = train_on_ranks(2, task(), make_spec(), f"ddp,microbatches={microbatches}")
@@ -136,7 +151,7 @@ def train_on_one_process(task: Task, spec: Spec, size: int, period: int) -> dict
     return {name: tensor.detach().numpy() for name, tensor in named_tensors(copies[0]).items()}
 
 
-@pytest.mark.parametrize(("task", "size"), [(models.Images, 2), (models.Weighed, 2), (models.Points, 4)])
+@pytest.mark.parametrize(("task", "size"), [(models.Images, 2), (models.Weighed, 2), slow(models.Points, 4)])
 def test_matches_a_plain_implementation(task: type[Task], size: int) -> None:
     """Compare with a few lines on one process: momentum and clipping per rank, item weights within a rank."""
     spec = make_spec(Optimizer(name="sgd", lr=0.05, momentum=0.9, clip=0.2), batch=16)
@@ -202,8 +217,8 @@ def run(size: int, task: Task, spec: Spec, plan: str, path: Path, stop_at: int |
 
 
 STOPPED = [
-    (2, "local-sgd,period=4", 6),
-    pytest.param(2, "post-local-sgd,period=3,switch=4", 2, marks=pytest.mark.slow),
+    slow(2, "local-sgd,period=4", 6),
+    slow(2, "post-local-sgd,period=3,switch=4", 2),
     (2, "post-local-sgd,period=3,switch=4", 8),
 ]
 
@@ -229,12 +244,10 @@ def test_stop_and_resume_change_nothing(size: int, plan: str, stop_at: int, tmp_
     assert all(np.array_equal(kept[name].numpy(), weights) for name, weights in through[0][1].items())
 
 
-SLOW_OTHER_PLANS = [
-    pytest.param(size, plan, marks=pytest.mark.slow) for size, plan in ((2, "ddp"), (4, "local-sgd,period=4"))
-]
-
-
-@pytest.mark.parametrize(("size", "plan"), [(1, "single"), (2, "zero3"), *SLOW_OTHER_PLANS])
+@pytest.mark.parametrize(
+    ("size", "plan"),
+    [(2, "zero3"), slow(1, "single"), slow(2, "ddp"), slow(4, "local-sgd,period=4")],
+)
 def test_other_plans_resume_from_the_mean(size: int, plan: str, tmp_path: Path) -> None:
     spec = make_spec(steps=6, save=Save(minutes=1e9))
     run(2, models.Images(), spec, "local-sgd,period=4", tmp_path / "run")
@@ -286,9 +299,7 @@ def test_missing_averaging_is_detected() -> None:
         train_on_ranks(2, models.Images(), make_spec(PLAIN), "local-sgd,period=1", never_averaged)
 
 
-@pytest.mark.parametrize(
-    "plan", ["local-sgd,period=8", pytest.param("post-local-sgd,period=8,switch=40", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("plan", ["local-sgd,period=8", slow("post-local-sgd,period=8,switch=40")])
 def test_digits_are_learnt_equally_well(plan: str) -> None:
     spec = Spec(
         epochs=10,

@@ -139,10 +139,10 @@ PLANS = [
     (2, "pp=2,microbatches=2", 7),
     (2, "tp=2", 5),
     (2, "cp=2", 7),
-    (4, "ddp", 2),
 ]
 SLOW_PLANS = [
     (2, "ddp", 7),
+    (4, "ddp", 2),
     (2, "zero2", 7),
     (2, "local-sgd,period=2", 7),
     (2, "pp=2,microbatches=2,pp_schedule=zbv", 7),

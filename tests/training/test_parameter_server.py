@@ -147,7 +147,7 @@ def test_stale_gradients_differ() -> None:
     assert relative_difference([step.loss for step in steps(events)], expected.losses) > 1e-6
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("staleness", [*[pytest.param(n, marks=pytest.mark.slow) for n in (0, 1)], 3])
 def test_staleness_is_bounded(staleness: int) -> None:
     """One worker is slow; the other gets as far ahead as the staleness allows."""
     events, _ = train_with_servers(
@@ -175,7 +175,11 @@ def test_several_servers_match_one_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "plan"), [(3, "parameter-server,staleness=0"), (4, "parameter-server,staleness=0,servers=2")]
+    ("size", "plan"),
+    [
+        (3, "parameter-server,staleness=0"),
+        pytest.param(4, "parameter-server,staleness=0,servers=2", marks=pytest.mark.slow),
+    ],
 )
 def test_stop_and_resume_matches_an_undisturbed_run(size: int, plan: str, tmp_path: Path) -> None:
     spec = make_spec(steps=9)

@@ -304,7 +304,17 @@ def statistics(tensor: Tensor) -> Tensor:
     return torch.stack([flat.mean(), flat.std(correction=0), flat.min(), flat.max(), share])
 
 
-@pytest.mark.parametrize("build", RANDOM.values(), ids=RANDOM)
+# test_replayed_tape_matches_the_constructor runs these too.
+LONG = ("spectral-norm", "transformer", "sparse_", "lstm")
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(build, id=name, marks=[pytest.mark.slow] if name in LONG else [])
+        for name, build in RANDOM.items()
+    ],
+)
 def test_weights_are_distributed_as_by_the_constructor(build: Callable[[], nn.Module]) -> None:
     drawn, repeated, other = (
         tensors(build_model(build)),
