@@ -2,12 +2,11 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from command import paceline
 from paceline.errors import PlanError
 from paceline.plan.plan import NAMED_PLANS, RECOMPUTE, micro_batch_size, parse
 from paceline.plan.schedules import RUNNABLE_SCHEDULES
@@ -30,19 +29,17 @@ def validate_command(command: str) -> None:
     validate_plan(spec, plan, load_task(spec.task, spec.set))
 
 
-def run_script(*flags: str):
-    return subprocess.run(
-        [sys.executable, DOCS / "draw_plans.py", *flags], capture_output=True, text=True, timeout=120
-    )
+def check_pictures(folder: Path):
+    return paceline("python", "draw_plans.py", "--check", at=folder)
 
 
 @pytest.fixture(scope="module")
 def checked():
-    return run_script("--check")
+    return check_pictures(DOCS)
 
 
 def test_pictures_equal_the_output_of_the_script(checked):
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert checked.status == 0, checked.all
 
 
 def test_bubbles_equal_the_formula_and_the_page(checked):
@@ -50,12 +47,12 @@ def test_bubbles_equal_the_formula_and_the_page(checked):
 
     Of the ideal time, interleaved: (p-1)/(v m); with separate gradients of weights: (p-1)/(3 v m).
     """
-    bubbles = dict(re.findall(r"^(\S+) +bubble (\S+)% of the time", checked.stdout, re.M))
+    bubbles = dict(re.findall(r"^(\S+) +bubble (\S+)% of the time", checked.out, re.M))
     assert set(bubbles) == set(RUNNABLE_SCHEDULES)
     assert bubbles["gpipe"] == bubbles["1f1b"] == f"{100 * 3 / 11:.1f}"
     for schedules, ideal in ((("interleaved",), 3 / (2 * 8)), (("zero-bubble", "zbv"), 3 / (3 * 2 * 8))):
         assert all(bubbles[schedule] == f"{100 * ideal / (1 + ideal):.1f}" for schedule in schedules)
-    for schedule, bubble, kept in re.findall(r"^(\S+) +bubble (\S+)% .*by rank: (.+)$", checked.stdout, re.M):
+    for schedule, bubble, kept in re.findall(r"^(\S+) +bubble (\S+)% .*by rank: (.+)$", checked.out, re.M):
         row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{schedule}`"))
         assert f"| {bubble} %" in row
         assert f"| {kept} |" in row
@@ -69,12 +66,10 @@ def test_changed_picture_is_detected(tmp_path):
         (tmp_path / "plans" / picture.name).write_text(
             picture.read_text().replace("backward, input", "backwards")
         )
-    done = subprocess.run(
-        [sys.executable, tmp_path / "draw_plans.py", "--check"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1
-    assert "schedule-zbv.svg" in done.stderr
-    assert "ddp.svg" not in done.stderr
+    done = check_pictures(tmp_path)
+    assert done.status == 1
+    assert "schedule-zbv.svg" in done.err
+    assert "ddp.svg" not in done.err
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -34,6 +34,7 @@ from paceline.tasks import text
 
 pytestmark = pytest.mark.processes
 
+SLOW = pytest.mark.slow
 RTOL = 1e-10
 ADAMW = Optimizer(name="adamw", lr=1e-2, weight_decay=0.1, clip=0.5)
 # Not Adam: it divides the gradient of a bias of the keys, which is 0 but for rounding, by itself.
@@ -57,26 +58,21 @@ def make_spec(optimizer: Optimizer = ADAMW, **more: Any) -> Spec:
 
 
 PLANS = [
-    *[
-        (2, plan)
-        for plan in (
-            "cp=2",
-            "zero1,cp=2",
-            "zero2,cp=2,microbatches=2",
-            "zero3,cp=2",
-            "cp=2,microbatches=2,recompute=full",
-        )
-    ],
-    *[
-        (4, plan)
-        for plan in (
-            "cp=4,recompute=selective",
-            "dp=2,cp=2",
-            "zero3,cp=4,recompute=full",
-            "zero2,dp=2,cp=2,microbatches=2",
-        )
-    ],
+    (2, "cp=2"),
+    (2, "zero1,cp=2"),
+    (4, "cp=4,recompute=selective"),
+    (4, "dp=2,cp=2"),
+    (4, "zero2,dp=2,cp=2,microbatches=2"),
     (4, "hsdp,dp=2,cp=2"),
+    *(
+        pytest.param(size, plan, marks=SLOW)
+        for size, plan in (
+            (2, "zero2,cp=2,microbatches=2"),
+            (2, "zero3,cp=2"),
+            (2, "cp=2,microbatches=2,recompute=full"),
+            (4, "zero3,cp=4,recompute=full"),
+        )
+    ),
 ]
 
 
@@ -88,9 +84,9 @@ def test_gpt_trains_as_one_process(size: int, plan: str) -> None:
 @pytest.mark.parametrize(
     ("size", "plan"),
     [
-        (2, "cp=2"),
+        pytest.param(2, "cp=2", marks=SLOW),
         (2, "zero3,cp=2,microbatches=2,recompute=full"),
-        pytest.param(4, "dp=2,cp=2", marks=pytest.mark.slow),
+        pytest.param(4, "dp=2,cp=2", marks=SLOW),
     ],
 )
 @pytest.mark.parametrize(
@@ -99,7 +95,7 @@ def test_gpt_trains_as_one_process(size: int, plan: str) -> None:
         sequences.Encoder(),
         sequences.Encoder(mask="causal"),
         sequences.Encoder(batch_first=False, mask="causal"),
-        sequences.Variant(kind="nothing"),
+        pytest.param(sequences.Variant(kind="nothing"), marks=SLOW),
         sequences.Variant(kind="causal mask"),
         sequences.Sequential(),
         sequences.Llama(),
@@ -168,7 +164,7 @@ def compare_attention(length: int, is_causal: bool, dtype: torch.dtype) -> list[
     return [relative_difference(part.detach(), full.detach()[:, :, positions]) for part, full in pairs]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=SLOW), 4])
 def test_ring_equals_attention(size: int) -> None:
     for length in (4 * size, 3 * size):  # two chunks on each rank, or one
         for is_causal in (True, False):
@@ -296,11 +292,11 @@ def train_and_return_error(task: Task, plan: str, fault: Any = None, **more: Any
     ],
     ids=str,
 )
-def test_impossible_splits_are_refused(task: Task, message: str) -> None:
+@pytest.mark.parametrize("plan", [pytest.param("cp=2", marks=SLOW), "zero3,cp=2"])
+def test_impossible_splits_are_refused(plan: str, task: Task, message: str) -> None:
     """Each rank raises the error, so that none waits for another."""
-    for plan in ("cp=2", "zero3,cp=2"):
-        for error in ranks(2)(train_and_return_error, task, plan):
-            assert message in error
+    for error in ranks(2)(train_and_return_error, task, plan):
+        assert message in error
 
 
 def test_local_attention_changes_the_output() -> None:
@@ -341,8 +337,8 @@ def steps(spec: Spec, plan: str, run: Path) -> list[float]:
 
 RESUMPTIONS = [
     ((2, "cp=2"), (2, "cp=2")),
-    pytest.param((2, "cp=2"), (2, "ddp"), marks=pytest.mark.slow),
-    pytest.param((2, "zero3"), (4, "dp=2,cp=2"), marks=pytest.mark.slow),
+    pytest.param((2, "cp=2"), (2, "ddp"), marks=SLOW),
+    pytest.param((2, "zero3"), (4, "dp=2,cp=2"), marks=SLOW),
     ((4, "zero3,cp=4"), (1, "single")),
 ]
 

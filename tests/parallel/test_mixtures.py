@@ -180,7 +180,7 @@ def test_pipeline_inside_a_block_excludes_context_parallelism() -> None:
     ("plan", "task", "optimizer"),
     [
         ("dp=2,pp=2,microbatches=2,zero=1", models.Text(), ADAMW),
-        ("dp=2,tp=2,zero=1", sequences.Encoder(), SGD),
+        pytest.param("dp=2,tp=2,zero=1", sequences.Encoder(), SGD, marks=SLOW),
         pytest.param("cp=2,tp=2,microbatches=2,zero=1", sequences.Encoder(), CLIPPED, marks=SLOW),
     ],
 )

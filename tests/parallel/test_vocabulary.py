@@ -64,11 +64,10 @@ def test_shard_sizes() -> None:
 @pytest.mark.parametrize(
     ("size", "plan", "tied"),
     [
-        (2, "tp=2", False),
-        (2, "tp=2", True),
         (4, "tp=4,microbatches=2", True),
         (4, "dp=2,tp=2,zero=3", False),
         (4, "pp=2,tp=2,microbatches=2", False),
+        *(pytest.param(2, "tp=2", tied, marks=pytest.mark.slow) for tied in (False, True)),
         *(pytest.param(4, f"dp=2,tp=2,zero={zero}", True, marks=pytest.mark.slow) for zero in (0, 1, 2, 3)),
         pytest.param(4, "pp=2,tp=2,microbatches=2", True, marks=pytest.mark.slow),
         pytest.param(8, "dp=2,pp=2,tp=2,microbatches=2,zero=3", False, marks=pytest.mark.slow),

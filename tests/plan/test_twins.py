@@ -115,10 +115,10 @@ class Stacked(models.Points):
 @pytest.mark.parametrize(
     "third",
     [
-        *("", "wider"),
+        "wider",
         *(
             pytest.param(third, marks=pytest.mark.slow)
-            for third in ("frozen", "shared", "checkpointed", "without gradients", "doubled")
+            for third in ("", "frozen", "shared", "checkpointed", "without gradients", "doubled")
         ),
     ],
 )

@@ -182,6 +182,8 @@ def _run(main: Callable[[], None], words: list[str], at: str, env: Mapping[str, 
         main()
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else error.code is not None
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         status = 1
