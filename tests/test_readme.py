@@ -70,7 +70,7 @@ def test_files_that_the_tour_writes(folder):
 
 def test_training_loop_of_the_readme(folder):
     (folder / "own.py").write_text(README["own.py"])
-    assert "Ended(" in run("python own.py", folder)
+    assert "Ended(" in succeed("python", "own.py", at=folder).out
 
 
 def test_request_file_of_the_runs_page(folder):

@@ -504,8 +504,8 @@ def test_attacked_local_training_runs_no_code(tmp_path, plan):
         "--run-dir",
         "r",
     )
-    shell = ("bash", "-c", f'umask 027; exec {sys.executable} -m paceline "$@"', "bash")
-    with start(*words, at=tmp_path, program=shell, SLOW=str(slow)) as running:
+    (tmp_path / "main.py").write_text("import os\nos.umask(0o027)\nfrom paceline.cli import main\nmain()\n")
+    with start("python", "main.py", *words, at=tmp_path, SLOW=str(slow)) as running:
         running.wait_for_step(run, 1)
         launcher = running.process.pid
         addresses = listening_addresses(process.pid for process in running.remaining_processes())

@@ -235,7 +235,7 @@ def test_command(tmp_path):
         "bench",
         "compute",
         "--seconds",
-        "3",
+        "1",
         "--device",
         "cpu",
         "--task",

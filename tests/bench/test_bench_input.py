@@ -154,7 +154,7 @@ def test_command(tmp_path):
         "--prefetch",
         "2",
         "--seconds",
-        "2",
+        "1",
         "--json",
         "a.json",
         "--plot",

@@ -20,9 +20,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import warm
 from command import (
     MPIRUN,
-    PACELINE,
     TASK,
     TORCHRUN,
     Result,
@@ -659,15 +659,8 @@ def on_a_terminal(
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     variables = clean_environment(TERM="xterm-256color", **env)
     del variables["COLUMNS"]
-    process = subprocess.Popen(
-        [*PACELINE, *words],
-        cwd=at,
-        env=variables,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-    )
+    terminal = os.ttyname(theirs)
+    process = warm.start(words, at, variables, terminal, terminal)
     os.close(theirs)
     seen = b""
     try:

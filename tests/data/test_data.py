@@ -179,7 +179,7 @@ def test_augmentation_depends_on_the_sample() -> None:
     assert not {*expected.values()} & {*dict(read(0, 1, workers=0, split="validation")).values()}
 
 
-@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+@pytest.mark.parametrize("plan", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_augmentation_is_the_same_on_any_number_of_ranks(plan: str) -> None:
     expected = train_on_ranks(
         1, Noisy(), Spec(steps=5, batch=8, precision="fp64", data=Loading(workers=0)), "single"

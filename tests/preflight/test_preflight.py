@@ -93,7 +93,7 @@ def write_cluster(folder: Path, memory_bytes: float, flops: float = 1e11, **more
     ("plan", "ranks", "played"),
     [
         ("single", 1, "rank 0"),
-        ("ddp", 4, "ranks 0, 3"),
+        pytest.param("ddp", 4, "ranks 0, 3", marks=pytest.mark.slow),
         ("zero3", 4, "ranks 0, 3"),
         ("pp=2", 4, "ranks 0, 2, 3"),
         pytest.param("tp=2", 2, "ranks 0, 1", marks=pytest.mark.slow),

@@ -160,7 +160,7 @@ def _run_command(words: list[str], at: str, env: dict[str, str], out: str, err: 
     _publish_mark(env.get(MARK, ""))
     if words[:1] == ["python"]:
         source = Path(at, words[1]).read_text()
-        if "paceline.spawn(" in source:
+        if "paceline.spawn(" in source or "paceline.evaluate(" in source:
             _prepare_fork_server(at)
         for _ in range(source.count("paceline.train(")):
             _prepare_launcher(at)
