@@ -715,6 +715,7 @@ def test_checkpoint_without_the_state_of_all_ranks_is_refused(tmp_path):
         shapes={"w": [3]},
         tied={},
     )
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
     for count, kept in ((2, False), (1, True)):
         final = tmp_path / "step_4"
         writer = checkpoint._writer(tmp_path / ".step_4", final, index, 0, count)
@@ -725,6 +726,7 @@ def test_checkpoint_without_the_state_of_all_ranks_is_refused(tmp_path):
         ):
             torch.distributed.checkpoint.save({"model/w": torch.ones(3)}, storage_writer=writer)
         assert final.exists() == kept
+    assert os.getpriority(os.PRIO_PROCESS, 0) == priority, "only a thread beside the training is lowered"
 
 
 def is_damaged(run: Path, step: int) -> bool:

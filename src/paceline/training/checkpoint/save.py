@@ -310,11 +310,11 @@ def _writer(unfinished: Path, final: Path, index: Index, rank: int, ranks: int) 
 
 
 def _lower_thread_priority() -> None:
-    """Let this thread run only if the training leaves a core idle.
+    """Let this thread run only if the training leaves a core idle, unless it is the main thread.
 
     (On Linux each thread has a separate priority.)
     """
-    if sys.platform == "linux":
+    if sys.platform == "linux" and threading.current_thread() is not threading.main_thread():
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
