@@ -1,29 +1,41 @@
 """Activation checkpointing: recompute a block in the backward pass, fully or without its matrix products."""
 
+import contextlib
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from paceline.data.fake import is_fake
+from paceline.errors import PlanError
 from paceline.plan.plan import Plan
 
+Contexts = tuple[Any, Any]  # of a forward pass and of its recomputation
 
-def recompute(module: nn.Module, plan: Plan) -> None:
+
+def recompute(module: nn.Module, plan: Plan, compiles: bool = False) -> None:
     """Do not save activations inside of `module`, and recompute them in the backward pass.
 
     With recompute=selective, the results of matrix products and attention are saved, because they are
     expensive (Korthikanti et al., Reducing activation recomputation, 2022).
+
+    A recomputation reads buffers as the forward pass did, and does not change them a second time; with
+    `compiles`, which is for modules that are compiled, it does.
     """
     from torch.utils.checkpoint import checkpoint
 
     inner = module.forward
     selective = plan.recompute == "selective"
-    options: dict[str, Any] = (
-        {"context_fn": partial(_selective_contexts, is_repeated=plan.splits_backward)} if selective else {}
-    )
+    unit = None if compiles or not any(True for _ in module.buffers()) else _UnitBuffers(module, plan)
+    options: dict[str, Any] = {}
+    if selective:
+        options["context_fn"] = partial(_selective_contexts, is_repeated=plan.splits_backward)
+    if unit is not None:
+        options["context_fn"] = partial(_contexts_with_buffers, unit, options.get("context_fn"))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(inner, *args, use_reentrant=False, **options, **kwargs)
@@ -31,7 +43,122 @@ def recompute(module: nn.Module, plan: Plan) -> None:
     module.forward = forward
 
 
-def _selective_contexts(is_repeated: bool) -> tuple[Any, Any]:
+def _contexts_with_buffers(unit: "_UnitBuffers", context_fn: Any) -> Contexts:
+    buffers = _PassBuffers(unit)
+    contexts = (
+        context_fn() if context_fn is not None else (contextlib.nullcontext(), contextlib.nullcontext())
+    )
+    forward, recomputation = contexts
+    return _InOrder([_Forward(buffers), forward]), _InOrder([_Recomputation(buffers), recomputation])
+
+
+@dataclass
+class _InOrder:
+    """Contexts that are entered one after the other. They may be entered again."""
+
+    contexts: Sequence[Any]
+
+    def __enter__(self) -> None:
+        for context in self.contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self.contexts):
+            context.__exit__(*error)
+
+
+class _UnitBuffers:
+    """The buffers of a recomputed module. Its first forward pass shows which of them change."""
+
+    def __init__(self, module: nn.Module, plan: Plan):
+        self.module, self.plan = module, plan
+        self.changing: set[int] = set()  # indices in `places`
+        self.is_known = False  # whether a forward pass has ended
+
+    def places(self) -> list[tuple[nn.Module, str]]:
+        return [(module, key) for module in self.module.modules() for key in module._buffers]
+
+
+class _PassBuffers:
+    """The values that a forward pass finds in buffers that change."""
+
+    def __init__(self, unit: _UnitBuffers):
+        self.unit = unit
+        self.places: list[tuple[nn.Module, str]] = []
+        self.values: dict[int, Tensor | None] = {}  # by index in `places`
+
+    def tensors(self) -> list[Tensor | None]:
+        return [module._buffers[key] for module, key in self.places]
+
+
+@dataclass
+class _Forward:
+    """Keeps the values of buffers before a forward pass. The first pass keeps all, to find which change."""
+
+    buffers: _PassBuffers
+
+    def __enter__(self) -> None:
+        buffers, unit = self.buffers, self.buffers.unit
+        buffers.places = unit.places() if unit.module.training else []
+        self.before = buffers.tensors()
+        self.versions = [tensor._version if tensor is not None else 0 for tensor in self.before]
+        kept = unit.changing if unit.is_known else range(len(self.before))
+        buffers.values = {
+            at: tensor.clone() if tensor is not None and (unit.is_known or _has_values(tensor)) else tensor
+            for at, tensor in enumerate(self.before)
+            if at in kept
+        }
+
+    def __exit__(self, *error: Any) -> None:
+        buffers, unit = self.buffers, self.buffers.unit
+        if error[0] is not None or not unit.module.training:
+            return
+        for at, (before, after) in enumerate(zip(self.before, buffers.tensors(), strict=True)):
+            if at in unit.changing:
+                continue
+            is_changed = after is not before or (after is not None and after._version != self.versions[at])
+            kept = buffers.values.get(at)
+            if not unit.is_known and kept is not None and after is not None and _has_values(after):
+                is_changed |= after is not before or not torch.equal(after, kept)
+            if is_changed and unit.is_known:
+                module, key = buffers.places[at]
+                raise PlanError(
+                    f"plan {unit.plan}: a recomputed {type(module).__name__} changes its buffer {key!r}, "
+                    "which it did not in its first forward pass; change it from the first pass on, or use "
+                    "recompute=none"
+                )
+            if is_changed:
+                unit.changing.add(at)
+            else:
+                buffers.values.pop(at, None)
+        unit.is_known = True
+        del self.before
+
+
+@dataclass
+class _Recomputation:
+    """Gives a recomputation the values that the forward pass found, and restores the buffers after it."""
+
+    buffers: _PassBuffers
+
+    def __enter__(self) -> None:
+        self.current = self.buffers.tensors()
+        for at, value in self.buffers.values.items():
+            module, key = self.buffers.places[at]
+            module._buffers[key] = value.clone() if value is not None else None
+
+    def __exit__(self, *error: Any) -> None:
+        for (module, key), tensor in zip(self.buffers.places, self.current, strict=True):
+            module._buffers[key] = tensor
+        del self.current
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor can be compared; in a dry run only its version tells whether it changes."""
+    return not tensor.is_meta and not is_fake(tensor)
+
+
+def _selective_contexts(is_repeated: bool) -> Contexts:
     """Return the contexts of a forward pass and of its recomputation.
 
     is_repeated: the pass may be recomputed several times.

@@ -53,7 +53,7 @@ def parallelize(
         install_context_parallel(model, units, plan, device)
     if plan.recompute != "none":
         for unit in units or [model]:
-            recompute(unit, plan)
+            recompute(unit, plan, compile)
     if compile and plan.zero < 2 and any(map(is_torch_module, units)):
         compile_units([model])
     elif compile:

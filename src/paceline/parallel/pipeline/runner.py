@@ -85,7 +85,7 @@ class Pipeline:
         units = units or list(self.interceptor.parts.values())
         if plan.recompute != "none":
             for unit in units:
-                recompute(unit, plan)
+                recompute(unit, plan, compile)
         if compile:
             compile_units(units)
         if shard_units:
