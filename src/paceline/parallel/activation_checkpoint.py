@@ -17,20 +17,20 @@ from paceline.plan.plan import Plan
 Contexts = tuple[Any, Any]  # of a forward pass and of its recomputation
 
 
-def recompute(module: nn.Module, plan: Plan, compiles: bool = False) -> None:
+def recompute(module: nn.Module, plan: Plan, buffers_change: bool = True) -> None:
     """Do not save activations inside of `module`, and recompute them in the backward pass.
 
     With recompute=selective, the results of matrix products and attention are saved, because they are
     expensive (Korthikanti et al., Reducing activation recomputation, 2022).
 
-    A recomputation reads buffers as the forward pass did, and does not change them a second time; with
-    `compiles`, which is for modules that are compiled, it does.
+    A recomputation reads buffers as the forward pass did, and does not change them a second time.
+    buffers_change: False for a module whose forward pass is known to change none.
     """
     from torch.utils.checkpoint import checkpoint
 
     inner = module.forward
     selective = plan.recompute == "selective"
-    unit = None if compiles or not any(True for _ in module.buffers()) else _UnitBuffers(module, plan)
+    unit = _UnitBuffers(module, plan) if buffers_change and has_buffers(module) else None
     options: dict[str, Any] = {}
     if selective:
         options["context_fn"] = partial(_selective_contexts, is_repeated=plan.splits_backward)
@@ -39,6 +39,32 @@ def recompute(module: nn.Module, plan: Plan, compiles: bool = False) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(inner, *args, use_reentrant=False, **options, **kwargs)
+
+    module.forward = forward
+
+
+def has_buffers(module: nn.Module) -> bool:
+    return any(True for _ in module.buffers())
+
+
+def refuse_changed_buffers(module: nn.Module, plan: Plan, advice: str) -> None:
+    """Let a recomputed module raise PlanError if its first forward pass in training changes a buffer."""
+    inner = module.forward
+    unit = _UnitBuffers(module, plan)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if unit.is_known:
+            return inner(*args, **kwargs)
+        passing = _PassBuffers(unit)
+        with _Forward(passing):
+            result = inner(*args, **kwargs)
+        for at in unit.changing:
+            changing, key = passing.places[at]
+            raise PlanError(
+                f"plan {plan}: a recomputed {type(changing).__name__} changes its buffer {key!r}, which "
+                f"happens twice in compiled blocks; {advice}"
+            )
+        return result
 
     module.forward = forward
 

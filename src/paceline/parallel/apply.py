@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.distributed.mesh import build_mesh, select_data_mesh
 from paceline.errors import PlanError
-from paceline.parallel.activation_checkpoint import recompute
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.compile import compile_units, is_torch_module
+from paceline.parallel.compile import recompute_and_compile
 from paceline.parallel.ddp import replicate
 from paceline.parallel.fsdp import shard
 from paceline.plan.plan import ResolvedPlan
@@ -51,13 +50,7 @@ def parallelize(
         from paceline.parallel.context.apply import install_context_parallel
 
         install_context_parallel(model, units, plan, device)
-    if plan.recompute != "none":
-        for unit in units or [model]:
-            recompute(unit, plan, compile)
-    if compile and plan.zero < 2 and any(map(is_torch_module, units)):
-        compile_units([model])
-    elif compile:
-        compile_units(units or [model])
+    recompute_and_compile(units or [model], plan, compile, whole=model if plan.zero < 2 else None)
     if plan.zero >= 2 or (plan.splits_model and plan.data_ranks > 1):
         if gathered is not None:
             units = [model.get_submodule(name) for name in gathered]

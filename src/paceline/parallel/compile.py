@@ -1,13 +1,14 @@
 """torch.compile, one block at a time."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.errors import LaunchError, PlanError
+from paceline.parallel.activation_checkpoint import has_buffers, recompute, refuse_changed_buffers
 from paceline.plan.plan import Plan
 
 
@@ -28,7 +29,33 @@ def check_compilable(plan: Plan) -> None:
         )
 
 
-def compile_units(units: list[nn.Module]) -> None:
+def recompute_and_compile(
+    units: Sequence[nn.Module], plan: Plan, compile: bool, whole: nn.Module | None = None
+) -> None:
+    """Recompute `units` as the plan says and, with `compile`, compile them.
+
+    whole: compiled in place of its `units` where units of torch's own classes allow no other way; None:
+    the units are compiled in any case.
+    """
+    # A recomputation gives buffers back their values, which compiled code cannot do: such units are compiled
+    # inside of the recomputation.
+    inside = [unit for unit in units if compile and plan.recompute == "full" and has_buffers(unit)]
+    outside = [unit for unit in units if unit not in inside]
+    compile_units(inside)
+    if plan.recompute != "none":
+        for unit in units:
+            recompute(unit, plan, buffers_change=not compile or unit in inside)
+    if not compile:
+        return
+    if whole is not None and not inside and any(map(is_torch_module, units)):
+        outside = [whole]
+    compile_units(outside)
+    if plan.recompute != "none":
+        for unit in filter(has_buffers, outside):
+            refuse_changed_buffers(unit, plan, "use recompute=full, or leave --compile or recompute out")
+
+
+def compile_units(units: Sequence[nn.Module]) -> None:
     """Compile each unit; equal units are compiled once.
 
     Raises LaunchError if another user owns the compiler's cache.

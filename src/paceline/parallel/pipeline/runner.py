@@ -12,9 +12,8 @@ from paceline.distributed.mesh import select_data_mesh
 from paceline.distributed.places import find_places
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.errors import TaskError
-from paceline.parallel.activation_checkpoint import recompute
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.compile import compile_units
+from paceline.parallel.compile import recompute_and_compile
 from paceline.parallel.context.apply import ContextParallel
 from paceline.parallel.forward import GlobalWeight, LossInspector, autocast, compute_weighted_loss
 from paceline.parallel.forward import forward as run_forward
@@ -83,11 +82,7 @@ class Pipeline:
             context = ContextParallel(model, units, plan, self.rank.device)
             self.slices = SequenceSlices(context, self.runner, plan)
         units = units or list(self.interceptor.parts.values())
-        if plan.recompute != "none":
-            for unit in units:
-                recompute(unit, plan, compile)
-        if compile:
-            compile_units(units)
+        recompute_and_compile(units, plan, compile)
         if shard_units:
             units = [model.get_submodule(name) for name in shard_units]
         own = self.rank.own_stages
