@@ -15,6 +15,9 @@ from harness import ranks
 # A shell ignores Ctrl-C in background jobs. Commands that tests start would inherit this.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# nohup ignores hangups, and so would these commands. A handler ends with the program, not so SIG_IGN.
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 # Facts about the tests' models do not belong into the user's cache.
 CACHE = tempfile.TemporaryDirectory(prefix="paceline-cache-")
