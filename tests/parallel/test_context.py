@@ -92,14 +92,14 @@ def test_gpt_trains_as_one_process(size: int, plan: str) -> None:
 @pytest.mark.parametrize(
     "task",
     [
-        sequences.Encoder(),
+        pytest.param(sequences.Encoder(), marks=SLOW),
         sequences.Encoder(mask="causal"),
-        sequences.Encoder(batch_first=False, mask="causal"),
+        pytest.param(sequences.Encoder(batch_first=False, mask="causal"), marks=SLOW),
         pytest.param(sequences.Variant(kind="nothing"), marks=SLOW),
-        sequences.Variant(kind="causal mask"),
+        pytest.param(sequences.Variant(kind="causal mask"), marks=SLOW),
         sequences.Sequential(),
         sequences.Llama(),
-        sequences.Gpt2(),
+        pytest.param(sequences.Gpt2(), marks=SLOW),
     ],
     ids=str,
 )
@@ -336,7 +336,7 @@ def steps(spec: Spec, plan: str, run: Path) -> list[float]:
 
 
 RESUMPTIONS = [
-    ((2, "cp=2"), (2, "cp=2")),
+    pytest.param((2, "cp=2"), (2, "cp=2"), marks=SLOW),
     pytest.param((2, "cp=2"), (2, "ddp"), marks=SLOW),
     pytest.param((2, "zero3"), (4, "dp=2,cp=2"), marks=SLOW),
     ((4, "zero3,cp=4"), (1, "single")),

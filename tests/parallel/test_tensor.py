@@ -284,7 +284,8 @@ TASKS: list[Task] = [
     *(HuggingFace(kind=kind) for kind in ("llama", "llama-tied", "gpt2", "qwen3")),
     Sequences(tensor={"1.*": "whole"}),  # the scale of its heads is whole too
 ]
-RARER = (Digits(width=4), HuggingFace(kind="llama"))  # Normed and llama-tied do the same and more
+# Normed and llama-tied do the same and more
+RARER = (Digits(width=4), *(HuggingFace(kind=kind) for kind in ("llama", "gpt2", "qwen3")))
 PLANS = [(2, "tp=2"), (4, "tp=2"), (4, "tp=2,zero=2"), (4, "tp=2,zero=3,microbatches=2")]
 
 

@@ -299,7 +299,8 @@ def test_missing_averaging_is_detected() -> None:
         train_on_ranks(2, models.Images(), make_spec(PLAIN), "local-sgd,period=1", never_averaged)
 
 
-@pytest.mark.parametrize("plan", ["local-sgd,period=8", slow("post-local-sgd,period=8,switch=40")])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["local-sgd,period=8", "post-local-sgd,period=8,switch=40"])
 def test_digits_are_learnt_equally_well(plan: str) -> None:
     spec = Spec(
         epochs=10,

@@ -56,7 +56,6 @@ def task(tmp_path_factory) -> Path:
 # Stop at a step and resume: all bits are equal
 
 CASES = [
-    (2, "zero3", 7),
     (3, "ddp", 10),  # the order of DDP's buckets matters on three ranks or more
 ]
 SLOW_CASES = [
