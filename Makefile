@@ -3,7 +3,7 @@ BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --constraint constraints.txt --editable
 SIDE_BY_SIDE := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-fast test-all lint docs install clean
+.PHONY: train test test-fast test-all lint check-types check-style docs install clean
 
 train: .venv/paceline  ## train a CNN on handwritten digits on 2 processes
 	$(BIN)/paceline train digits --ranks 2
@@ -18,9 +18,14 @@ test-all: install lint  ## with the long sweeps
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m ""
 
 lint: install
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-types check-style
+
+check-types:
+	$(BIN)/mypy
+
+check-style:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/mdformat --check *.md benchmarks/*.md docs/*.md examples/*.md
 
