@@ -368,10 +368,19 @@ def test_buffers_of_every_kind_are_compared(two: Ranks, kind: str) -> None:
             assert verdict.same, describe_difference(verdict)
 
 
+class NormedStages(models.Images):
+    def model(self) -> nn.Module:
+        layers = [
+            nn.Sequential(nn.Conv2d(inputs, 2, 3, padding=1), nn.BatchNorm2d(2), nn.Tanh())
+            for inputs in (1, 2, 2, 2)
+        ]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 7))
+
+
 @pytest.mark.slow
 def test_batch_norm_of_stages_uses_all_data_ranks() -> None:
     """BatchNorm in the stages of a pipeline, each on several data ranks."""
-    with Ranks(4) as four, Verification(spec("models:Images"), four) as verification:
+    with Ranks(4) as four, Verification(spec("test_verify:NormedStages"), four) as verification:
         for plan in (
             "pp=2",
             "pp=2,microbatches=2",

@@ -63,10 +63,14 @@ def find_cause(
 
 
 def _read_end(output: str) -> list[str]:
-    """Return the last lines, or the first of the stacks that a crash in compiled code prints."""
+    """Return the last lines, or the beginning of the stack of the thread that crashed in compiled code."""
     lines = output.splitlines()
     crash = next((at for at, line in enumerate(lines) if line.startswith("Fatal Python error: ")), None)
-    return lines[-LOG_LINES:] if crash is None else lines[crash : crash + LOG_LINES]
+    if crash is None:
+        return lines[-LOG_LINES:]
+    stacks = lines[crash + 1 :]
+    begin = next((at for at, line in enumerate(stacks) if line.startswith("Current thread ")), 0)
+    return [lines[crash], *stacks[begin : begin + LOG_LINES]]
 
 
 def log_restart(
