@@ -16,7 +16,9 @@ from paceline import Cluster, Plan, PlanError, RunFolder, Spec, Started, Step, T
 from paceline.cluster.published import find
 
 ROOT = Path(__file__).parents[1]
-EVENTS = {"Event", "Started", "Step", "Profiled", "Evaluated", "Saved", "Failed", "Stalled", "Ended"}
+EVENTS = {
+    *("Event", "Started", "Step", "Noted", "Profiled", "Evaluated", "Saved", "Failed", "Stalled", "Ended")
+}
 ERRORS = {
     *("Error", "SpecError", "TaskError", "DataError", "PlanError", "ClusterError", "LaunchError"),
     *("RunError", "CheckpointError", "DivergedError", "RankError", "BenchError"),
@@ -32,6 +34,7 @@ FUNCTIONS = {
     "evaluate": "run split=validation checkpoint=last *ranks=None *plan=None *batch=None *device=None",
 }
 CLASSES = {
+    "BufferSum",
     "Cluster",
     "Layout",
     "Plan",

@@ -16,6 +16,7 @@ from paceline.events import (
     Event,
     EventWriter,
     Failed,
+    Noted,
     Saved,
     Stalled,
     Started,
@@ -45,6 +46,7 @@ ALL: list[Event] = [
         step=1, samples=64, loss=1 / 3, grad_norm=None, lr=1e-300, step_s=0.1, data_s=0.0, samples_per_s=640.0
     ),
     Evaluated(step=1, metrics={"loss": 0.1 + 0.2, "accuracy": 1.0}, seconds=0.5),
+    Noted(step=1, message="buffer mean has different values"),
     Saved(step=1, path="ckpt/step_1", bytes=2**40, seconds=1.0, blocked_s=0.1),
     Failed(what="run", message='a\nb\t"c"', step=1, rank=3, lost_peer=True, meant=True),
     Stalled(step=1, ranks=(1, 3), message="rank 1 is stopped; rank 3 too"),
@@ -83,7 +85,8 @@ def test_event_round_trip_in_one_line(event):
 
 
 def test_kinds_and_fields_are_stable():
-    assert [*KINDS] == ["started", "step", "profiled", "evaluated", "saved", "failed", "stalled", "ended"]
+    kinds = "started step noted profiled evaluated saved failed stalled ended"
+    assert [*KINDS] == kinds.split()
     written = json.loads(dumps(ALL[1]))
     assert {*written} == {
         "time",

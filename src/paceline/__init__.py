@@ -28,12 +28,12 @@ The command line starts the processes: `paceline train mine.py:Mine --ranks 4 --
     spawn          call a function on connected processes
     evaluate       the metrics of a checkpoint of a run on any split
     describe       what planning knows of a model
-    Task, Layout   what to train, and how its model may be split
+    Task, Layout   what to train, and how its model may be split; BufferSum: how a buffer changes
     Ragged         tensors of different lengths in a batch, to be padded
     SampleRng      random numbers that belong to the samples of a batch
     Spec, Plan     length, batch and optimizer; the layout over ranks
     Cluster        facts of the machines; World: which rank this process is; RunFolder: files of a run
-    Event          base of Started, Step, Profiled, Evaluated, Saved, Failed, Stalled, Ended
+    Event          base of Started, Step, Noted, Profiled, Evaluated, Saved, Failed, Stalled, Ended
     Error          base of SpecError, TaskError, DataError, PlanError, ClusterError, LaunchError, RunError,
                    CheckpointError, DivergedError, RankError, BenchError
 """
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from paceline.events import Evaluated as Evaluated
     from paceline.events import Event as Event
     from paceline.events import Failed as Failed
+    from paceline.events import Noted as Noted
     from paceline.events import Profiled as Profiled
     from paceline.events import Saved as Saved
     from paceline.events import Stalled as Stalled
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from paceline.run import RunFolder as RunFolder
     from paceline.sample_rng import SampleRng as SampleRng
     from paceline.spec import Spec as Spec
+    from paceline.task import BufferSum as BufferSum
     from paceline.task import Layout as Layout
     from paceline.task import Task as Task
     from paceline.training.find_plans import find_plans as find_plans
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
 # Imported on first use: `train` needs torch, whose import takes a second.
 _PLACES = {
     "BenchError": "errors",
+    "BufferSum": "task",
     "CheckpointError": "errors",
     "Cluster": "cluster.facts",
     "ClusterError": "errors",
@@ -98,6 +101,7 @@ _PLACES = {
     "Failed": "events",
     "LaunchError": "errors",
     "Layout": "task",
+    "Noted": "events",
     "Plan": "plan.plan",
     "PlanError": "errors",
     "Profiled": "events",
@@ -126,6 +130,7 @@ _PLACES = {
 }
 __all__ = [
     "BenchError",
+    "BufferSum",
     "CheckpointError",
     "Cluster",
     "ClusterError",
@@ -138,6 +143,7 @@ __all__ = [
     "Failed",
     "LaunchError",
     "Layout",
+    "Noted",
     "Plan",
     "PlanError",
     "Profiled",

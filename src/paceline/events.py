@@ -1,9 +1,9 @@
 """Events: what happened in a run, one JSON object per line. Observers of a run read nothing else.
 
-A line has `time` (seconds since the epoch), `event` (started, step, profiled, evaluated, saved, failed,
-stalled or ended) and the fields of that event. Fast steps are written about ten times a second, several at
-once, so that other events may precede a step that ended earlier. A run that was interrupted and resumed
-repeats the steps after its last checkpoint: the later line counts.
+A line has `time` (seconds since the epoch), `event` (started, step, noted, profiled, evaluated, saved,
+failed, stalled or ended) and the fields of that event. Fast steps are written about ten times a second,
+several at once, so that other events may precede a step that ended earlier. A run that was interrupted and
+resumed repeats the steps after its last checkpoint: the later line counts.
 """
 
 import contextlib
@@ -114,6 +114,18 @@ class Step(Event):
     step_s: float
     data_s: float
     samples_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted(Event):
+    """Something that the user should know, which showed during the training.
+
+    step     the last step done
+    message  one sentence
+    """
+
+    step: int
+    message: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +255,7 @@ class Ended(Event):
 
 KINDS: dict[str, type[Event]] = {
     kind.__name__.lower(): kind
-    for kind in (Started, Step, Profiled, Evaluated, Saved, Failed, Stalled, Ended)
+    for kind in (Started, Step, Noted, Profiled, Evaluated, Saved, Failed, Stalled, Ended)
 }
 
 ENCODER = json.JSONEncoder(allow_nan=False)

@@ -78,6 +78,20 @@ class Layered(Small):
         return Layout(blocks=(self.where,))
 
 
+class Declared(Small):
+    buffer: str = "0.mean"
+    value: str = "mean"
+
+    def layout(self):
+        return Layout(buffers={self.buffer: self.value})
+
+    def model(self):
+        model = super().model()
+        model.append(nn.BatchNorm1d(3))
+        model[1].register_buffer("mean", torch.zeros(self.width))
+        return model
+
+
 class Fails(Small):
     at: str = ""
 
@@ -243,6 +257,16 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("train bad.py:Small --set " + "n" * 5000 + "=3", "nnn"),
     ("train bad.py:Small --set width=-3 --steps 1 --batch 8", "negative dimension -3"),
     ("train bad.py:Layered --set where=nowhere --plan zero3 --ranks 2 --batch 8", "nowhere"),
+    ("train bad.py:Declared --batch 8", "no buffer|'0.mean'|did you mean 1.mean"),
+    (
+        "train bad.py:Declared --batch 8 --set buffer=1.* --set value=average",
+        "'average'|'sum', 'mean', 'none'",
+    ),
+    ("train bad.py:Declared --batch 8 --set buffer=*", "3.running_mean|BatchNorm"),
+    (
+        "train bad.py:Declared --batch 8 --set buffer=1.* --ranks 2 --plan local-sgd,period=2",
+        "plan local-sgd,period=2|'1.mean'|zero3",
+    ),
     ("train bad.py:Fails --set at=model --batch 8", "the model is broken"),
     ("train bad.py:Fails --set at=dataset --batch 8", "the dataset is broken"),
     ("train bad.py:Fails --set at=batch_of --batch 8", "Fails.collate() would not be called|remove collate"),

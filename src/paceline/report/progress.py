@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from paceline.events import Ended, Evaluated, Event, Failed, Stalled, Started, Step
+from paceline.events import Ended, Evaluated, Event, Failed, Noted, Stalled, Started, Step
 from paceline.output import open_append
 from paceline.report.run_view import view
 from paceline.report.summary import SummaryBuilder
@@ -137,6 +137,8 @@ def _show_bar(console: Console) -> Iterator[Show]:
                             {name: value for name, value in event.metrics.items() if name != "loss"}
                         ),
                     )
+                case Noted():
+                    _print(console, format_event(event))
                 case Failed() if event.what != "run":
                     console.print(event.message, style="red", markup=False)
                 case Stalled():

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
+from paceline.events import Ended, Evaluated, Event, Failed, Noted, Saved, Started, Step
 from paceline.report.history import History, TimeSpent, median
 
 WARM_UP_STEPS = 3  # of each start, excluded from rates: they allocate, connect and compile
@@ -29,6 +29,7 @@ class Summary:
     failures: tuple[Failed, ...]
     ended: Ended | None  # None: interrupted, or still running
     wall_s: Mapping[str, float] = field(default_factory=dict)  # start, training, end; of all starts
+    notes: tuple[str, ...] = ()  # during the training, each once
     sampled: int | None = None  # number of steps read of a long run, which represent all; None: all were read
 
 
@@ -43,6 +44,7 @@ class SummaryBuilder:
         self._evaluated: deque[Evaluated] = deque(maxlen=MAX_EVENTS)
         self._saved: deque[Saved] = deque(maxlen=MAX_EVENTS)
         self._failures: deque[Failed] = deque(maxlen=MAX_EVENTS)
+        self._notes: dict[str, None] = {}  # in their order
         self._ended: Ended | None = None
         self._wall_s = {"start": 0.0, "training": 0.0, "end": 0.0}
         self._until = 0.0  # time of the last progress
@@ -70,6 +72,8 @@ class SummaryBuilder:
             case Saved():
                 self._saved.append(event)
                 self._saving.add(event.step, event.blocked_s)
+            case Noted() if len(self._notes) < MAX_EVENTS:
+                self._notes[event.message] = None
             case Failed():
                 self._failures.append(event)
             case Ended():
@@ -109,6 +113,7 @@ class SummaryBuilder:
             failures=tuple(self._failures),
             ended=ended,
             wall_s=dict(self._wall_s),
+            notes=tuple(self._notes),
             sampled=len(history.points) if history.is_thinned else None,
         )
 

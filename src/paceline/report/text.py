@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.events import Ended, Evaluated, Event, Failed, Profiled, Saved, Stalled, Started, Step
+from paceline.events import Ended, Evaluated, Event, Failed, Noted, Profiled, Saved, Stalled, Started, Step
 from paceline.report.summary import Summary
 from paceline.units import format_bytes, format_count, format_seconds, several
 
@@ -21,6 +21,8 @@ def format_event(event: Event, lr_group: str = "") -> str:
                 f"step {event.step}  loss {event.loss:.4f}  grad norm {norm}  lr {lr}  "
                 f"{event.samples_per_s:,.0f} samples/s"
             )
+        case Noted():
+            return f"step {event.step}  note: {event.message}"
         case Profiled():
             shares = ", ".join(
                 f"{name} {seconds / event.step_s:.0%}" for name, seconds in event.seconds.items() if seconds
@@ -100,8 +102,7 @@ def build_closing_table(summary: Summary) -> RenderableType:
         )
     if summary.ended is not None and summary.ended.why:
         table.add_row("end", Text(summary.ended.describe()))
-    notes = [
-        Text(f"note: {note}", style="yellow") for note in (summary.started.notes if summary.started else ())
-    ]
+    started_notes = summary.started.notes if summary.started else ()
+    notes = [Text(f"note: {note}", style="yellow") for note in (*started_notes, *summary.notes)]
     failures = [Text(failure.message, style="red") for failure in summary.failures if failure.what != "run"]
     return Group(table, *notes, *failures)

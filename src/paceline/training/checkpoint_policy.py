@@ -117,7 +117,7 @@ class CheckpointPolicy:
             identity=describe_identity(self.spec, context.task, prepared.modules, prepared.step.optimizer),
             **checkpoint.describe_model(prepared.model),
         )
-        self.saver.start(index, state, rank_state)
+        self.saver.start(index, state, rank_state, checkpoint.find_buffers(prepared.model))
         self._saved_step, self._saved_at = step, time.perf_counter()
 
     def report(self, wait: bool) -> Iterator[Event]:

@@ -29,9 +29,11 @@ from paceline.distributed.world import World, read_world
 from paceline.doctor.heartbeat import DATA, REPORT
 from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.errors import DivergedError, PlanError
-from paceline.events import Ended, Event, Started
+from paceline.events import Ended, Event, Noted, Started
+from paceline.parallel.buffer_comparison import describe_different_buffers
 from paceline.parallel.ddp import release
 from paceline.parallel.global_loss import check_global_loss
+from paceline.parallel.reduced_buffers import check_reduced_buffers
 from paceline.plan.plan import AUTO, Plan, ResolvedPlan, micro_batch_size, parse
 from paceline.run import RunFolder
 from paceline.spec import Spec
@@ -144,6 +146,7 @@ def train(
             read_operations(task, resolved)
             check_global_loss(task, resolved)
             analysis = build_meta_model(spec, task)
+            check_reduced_buffers(task, resolved, analysis.model)
             notes = (*notes, *check_initial_weights_once(spec, task, analysis.model, analysis.weights, world))
             yield from clock.add_start_times(_train_against_servers(context, data, heartbeat, stop, notes))
             return
@@ -301,6 +304,7 @@ class TrainingLoop:
             yield from self.profiler.end(self.step, launched.data_s)
             self.stopping.poll()
             self.heartbeat.done(self.step)
+            yield from self._compare_buffers()
             if self.metrics.is_due:
                 self._start_reduction()
             yield from self._report(finished)
@@ -349,6 +353,14 @@ class TrainingLoop:
         lr = self.update.base_lrs[0] * lr_factor
         step_s = time.perf_counter() - began
         return LaunchedStep(stats, self.step, lr, data_s, step_s, time.time()), finished
+
+    def _compare_buffers(self) -> Iterator[Event]:
+        """Report buffers that differ between data ranks, from time to time. A collective."""
+        comparison = self.prepared.comparison
+        if comparison is None or not comparison.is_due(self.step - self.first):
+            return
+        if found := comparison.find():
+            yield Noted(step=self.step, message=describe_different_buffers(found))
 
     def _started(self) -> Started:
         return Started(

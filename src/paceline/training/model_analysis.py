@@ -15,6 +15,7 @@ from paceline.data.fake import example_batch
 from paceline.data.loader import Batch, Samples
 from paceline.parallel.compile import check_compilable
 from paceline.parallel.global_loss import check_global_loss
+from paceline.parallel.reduced_buffers import check_reduced_buffers
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import PretrainedSource, Task, read_layout
@@ -79,6 +80,7 @@ def analyze_model(
     analysis = build_meta_model(spec, task)
     model = analysis.model
     check_sparse(plan, model)
+    check_reduced_buffers(task, plan, model, spec.compile)
     if plan.cp > 1:
         from paceline.parallel.context import apply as context
 

@@ -28,6 +28,7 @@ from paceline.parallel.batch_norm import sync_batch_norm
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.ddp import release, replicate
 from paceline.parallel.fsdp import average_scalars_, average_whole_, shard
+from paceline.parallel.reduced_buffers import NONE, read_reductions
 from paceline.plan.plan import Plan, ResolvedPlan, parse
 from paceline.run import RunFolder
 from paceline.spec import suggest
@@ -173,7 +174,8 @@ class Trainer:
             seed=0,
             **checkpoint.describe_model(self._module),
         )
-        self._saver.start(index, checkpoint.collect_state(self._module, self.optimizer))
+        state = checkpoint.collect_state(self._module, self.optimizer)
+        self._saver.start(index, state, buffers=checkpoint.find_buffers(self._module))
         result = self._saver.result(wait=True)
         assert result is not None
         if result.error is not None:
@@ -243,6 +245,12 @@ def setup(
     world = _join()
     resolved = _resolve(plan, world.size)
     _check_model(model, optimizer)
+    reductions = read_reductions(layout, model) if layout is not None else {}
+    if any(reduction != NONE for reduction in reductions.values()):
+        raise PlanError(
+            "paceline.setup does not combine the changes of buffers; declare 'none' in Layout.buffers, or "
+            "use paceline.train"
+        )
     check_sparse(resolved, model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     device = next(model.parameters()).device

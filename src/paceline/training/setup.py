@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,9 +26,18 @@ from paceline.distributed.world import World
 from paceline.errors import PlanError
 from paceline.parallel.apply import check_elementwise, parallelize
 from paceline.parallel.batch_norm import average_, find_running_statistics, sync_batch_norm
+from paceline.parallel.buffer_comparison import BufferComparison
 from paceline.parallel.forward import has_global_loss
 from paceline.parallel.fsdp import average_scalars_
 from paceline.parallel.global_loss import BatchShares, GlobalLoss
+from paceline.parallel.reduced_buffers import (
+    NONE,
+    BufferReducer,
+    Reduction,
+    describe_own_buffers,
+    find_batch_norm_buffers,
+    read_reductions,
+)
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.run import RunFolder
 from paceline.spec import Spec
@@ -138,6 +147,7 @@ class PreparedTraining:
     modules: str = ""  # of the model, as checkpoint.identity describes them
     lr_group: str = ""  # as in the event Started
     operations: WeightOperations | None = None  # None: of a parameter server
+    comparison: BufferComparison | None = None  # of undeclared buffers; None: ranks cannot differ
 
     def whole_model(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the model of each rank has the weights that the training reached.
@@ -197,7 +207,9 @@ def build_training(
     mesh = build_mesh(plan, device) if plan.splits_model or plan.zero >= 2 else None
     pipeline = _build_pipeline(spec, plan, world, task, device, analysis, mesh) if plan.pp > 1 else None
     has_statistics = plan.ranks_per_stage > 1 and bool(find_running_statistics(model))
-    has_group = has_statistics or (plan.dp > 1 and has_global_loss(task))
+    reductions = read_reductions(read_layout(task), model)
+    is_reduced = any(reduction != NONE for reduction in reductions.values())
+    has_group = has_statistics or (plan.dp > 1 and (is_reduced or has_global_loss(task)))
     group = _group_with_same_model_part(plan, world.rank) if has_group else None
     if has_statistics and spec.batch_norm == "global":
         model = sync_batch_norm(model, device, group, equal_counts=not plan.uneven)
@@ -230,6 +242,8 @@ def build_training(
         share=(_batch_slice(spec, plan, world).share, spec.batch) if plan.uneven else None,
         global_loss=_build_global_loss(spec, plan, world.rank, task, device, group),
     )
+    if is_reduced and plan.dp * plan.microbatches > 1:
+        step.buffers = _build_buffer_reducer(spec, plan, world, model, reductions, group, pipeline)
     step.after_backward += _build_gradient_hooks(model, step, mesh, analysis)
     operations = WeightOperations(read_operations(task, plan), model, plan)
     if operations.operations:
@@ -243,6 +257,7 @@ def build_training(
             if buffer.is_floating_point() and is_materialized(buffer)
         ]
         step.after_backward.append(partial(average_, statistics, group))
+    own_buffers = describe_own_buffers(reductions)
     loss_notes: tuple[str, ...] = ()
     if splits is not None and mesh is not None:
         loss_notes = _add_tensor_parallel_parts(step, model, analysis, mesh["tp"])
@@ -254,6 +269,7 @@ def build_training(
         *optimizer_report.notes,
         *(local.notes() if local is not None else ()),
         *((LOCAL_BATCH_NORM,) if has_local_statistics else ()),
+        *([own_buffers] if plan.data_ranks > 1 and own_buffers is not None else []),
     )
     return PreparedTraining(
         model,
@@ -264,7 +280,42 @@ def build_training(
         modules=modules,
         lr_group=optimizer_report.lr_group,
         operations=operations,
+        comparison=_build_buffer_comparison(plan, model, reductions, pipeline, device),
     )
+
+
+def _build_buffer_reducer(
+    spec: Spec,
+    plan: ResolvedPlan,
+    world: World,
+    model: nn.Module,
+    reductions: Mapping[str, Reduction],
+    group: dist.ProcessGroup | None,
+    pipeline: Pipeline | None,
+) -> BufferReducer:
+    """Return what combines the changes of buffers, and let the pipeline use it."""
+    stages = pipeline.find_buffer_stages() if pipeline is not None else None
+    weight = _batch_slice(spec, plan, world).share / spec.batch
+    reducer = BufferReducer(model, reductions, weight, group, plan.dp, stages)
+    if pipeline is not None:
+        pipeline.buffers = reducer
+    return reducer
+
+
+def _build_buffer_comparison(
+    plan: ResolvedPlan,
+    model: nn.Module,
+    reductions: Mapping[str, Reduction],
+    pipeline: Pipeline | None,
+    device: torch.device,
+) -> BufferComparison | None:
+    """Return what compares the buffers of unknown meaning between data ranks, if these should be equal."""
+    if plan.data_ranks == 1 or plan.is_asynchronous:
+        return None
+    known = {*reductions, *find_batch_norm_buffers(model)}
+    names = [name for name, _ in model.named_buffers() if name not in known]
+    elsewhere = pipeline.saved_elsewhere if pipeline is not None else frozenset()
+    return BufferComparison(model, names, {*names} - elsewhere, device)
 
 
 def _build_pipeline(

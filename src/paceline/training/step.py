@@ -25,6 +25,7 @@ from paceline.parallel.global_loss import (
     gather_splits,
     preserved_buffers,
 )
+from paceline.parallel.reduced_buffers import BufferReducer
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.sample_rng import number_samples
 from paceline.task import Task
@@ -81,6 +82,7 @@ class TrainingStep:
     # Samples of a micro-batch on this rank and of the global batch, if ranks have different numbers.
     share: tuple[int, int] | None = None
     global_loss: GlobalLoss | None = None  # in place of losses by item
+    buffers: BufferReducer | None = None  # combines the changes of buffers that the task declares
     is_local: bool = False  # whether the loss is the mean over the items of this rank only (local SGD)
     base_lrs: list[float] = field(init=False)
     norm: GradientNorm = field(init=False)
@@ -114,8 +116,12 @@ class TrainingStep:
 
     def __call__(self, batches: Sequence[Batch], step: int, lr_factor: float) -> LocalStepStats:
         """Run forward, backward and the update on the micro-batches of a step. `step`: steps done before."""
+        if self.buffers is not None:
+            self.buffers.begin()
         with self.loss_context(), self.number_samples(batches, step):
             losses, items, expected = self.backward(batches, step)
+        if self.buffers is not None:
+            self.buffers.finish()
         for finish in self.after_backward:
             finish()
         self.on_phase(UPDATE)
@@ -184,7 +190,7 @@ class TrainingStep:
             self.on_phase(FORWARD)
             self._seed_model(step, index)
             with self._sync_if(index == len(batches) - 1):
-                with autocast(self.precision, self.device):
+                with autocast(self.precision, self.device), self._new_buffer_pass():
                     loss, num_items = compute_weighted_loss(self.task, self.model, batch, self.on_first_loss)
                 if whole is None:
                     whole = (
@@ -208,7 +214,7 @@ class TrainingStep:
         def forward_(index: int) -> object:
             self.on_phase(FORWARD)
             self._seed_model(step, index)
-            with autocast(self.precision, self.device):
+            with autocast(self.precision, self.device), self._new_buffer_pass():
                 return gather_splits(forward(self.task, self.model, batches[index]))
 
         def differentiate(outputs: Sequence[object]) -> tuple[Tensor, list[Gradients]]:
@@ -223,6 +229,8 @@ class TrainingStep:
         if len(batches) > 1:
             with torch.no_grad(), preserved_buffers(self.model), self._sync_if(False):
                 outputs = [forward_(index) for index in indices]
+            if self.buffers is not None:  # the second passes count
+                self.buffers.begin()
             loss, gradients = differentiate(outputs)
         for index in indices:
             with self._sync_if(index == indices[-1]):
@@ -236,6 +244,9 @@ class TrainingStep:
                     torch.autograd.backward(*find_gradients(output, gradients[index]))
         samples = float(global_loss.shares.own * len(batches))
         return [loss * samples], [samples], None
+
+    def _new_buffer_pass(self) -> contextlib.AbstractContextManager[None]:
+        return self.buffers.new_pass() if self.buffers is not None else contextlib.nullcontext()
 
     def _seed_model(self, step: int, microbatch: int) -> None:
         seed_torch(derive_seed(self.seed, "model", step, microbatch, *self.place.stream), self.device)

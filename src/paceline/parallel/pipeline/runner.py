@@ -1,6 +1,7 @@
 """Pipeline parallelism on one rank: its stages, torch's schedule over them, training step and evaluation."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +28,7 @@ from paceline.parallel.pipeline.stage import PipelineRank, Stage, StagePartition
 from paceline.parallel.pipeline.tied_weights import TiedWeightSync
 from paceline.parallel.pipeline.tracer import ForwardTrace
 from paceline.parallel.pytree import flatten
+from paceline.parallel.reduced_buffers import BufferReducer
 from paceline.plan.plan import ResolvedPlan
 from paceline.task import Task, read_layout
 from paceline.user_code import UserCode
@@ -66,6 +68,7 @@ class Pipeline:
         self.traces = PassTraces(traced, self.partition)
         self.with_grad = traced.find_parameters_with_grad()
         self.slices: SequenceSlices | None = None
+        self.buffers: BufferReducer | None = None  # as in TrainingStep
         self.forward_error: Exception | None = None
 
     def parallelize(
@@ -127,6 +130,15 @@ class Pipeline:
         for stage in self.stages:
             stage.restore_shared()
         return copies
+
+    def find_buffer_stages(self) -> dict[str, int]:
+        """Return by name the first stage of this rank that holds each buffer."""
+        own = self.rank.own_stages
+        return {
+            name: min(held)
+            for name, _ in self.model.named_buffers()
+            if (held := set(own).intersection(self.partition.holders[name]))
+        }
 
     def _build_gradient_check(self) -> GradientCheck | None:
         if self.with_grad is None:
@@ -203,7 +215,8 @@ class Pipeline:
             )
             self._begin(stage)
             batch = batches[microbatch]
-            with autocast(self.precision, self.rank.device):
+            new_pass = self.buffers.new_pass(stage.index) if self.buffers is not None else nullcontext()
+            with autocast(self.precision, self.rank.device), new_pass:
                 loss, own_items = compute_weighted_loss(
                     self.task, self.model, batch, None if losses else examine
                 )

@@ -105,18 +105,27 @@ def collect_state(
     return state
 
 
-def select_written(state: Mapping[str, Tensor], copy: int, copies: int) -> dict[str, Tensor]:
+def find_buffers(model: nn.Module) -> frozenset[str]:
+    """Return the names of the buffers of `model` in a checkpoint."""
+    return frozenset(f"model/{name}" for name, _ in model.named_buffers())
+
+
+def select_written(
+    state: Mapping[str, Tensor], copy: int, copies: int, buffers: Container[str] = ()
+) -> dict[str, Tensor]:
     """Return the part of the state that this rank writes.
 
-    These are its shards, and a share by size of what all copies of its layers hold. `copy`: the number of
-    this rank's copy of its layers, of `copies`.
+    These are its shards, and a share by size of what all copies of its layers hold. The first copy writes
+    `buffers`, whose values may differ between copies. `copy`: the number of this rank's copy of its layers,
+    of `copies`.
     """
     keys = sorted(state)
-    owners = balance_by_size([0 if is_dtensor(state[key]) else state[key].numel() for key in keys], copies)
+    sizes = [0 if is_dtensor(state[key]) or key in buffers else state[key].numel() for key in keys]
+    owners = balance_by_size(sizes, copies)
     return {
         key: state[key]
         for key, owner in zip(keys, owners, strict=True)
-        if is_dtensor(state[key]) or owner == copy
+        if is_dtensor(state[key]) or copy == (0 if key in buffers else owner)
     }
 
 
@@ -182,13 +191,18 @@ class Saver:
         ).start()
 
     def start(
-        self, index: Index, state: Mapping[str, Tensor], rank_state: Mapping[str, Tensor] | None = None
+        self,
+        index: Index,
+        state: Mapping[str, Tensor],
+        rank_state: Mapping[str, Tensor] | None = None,
+        buffers: Container[str] = (),
     ) -> None:
         """Copy the state and write the copy in the background.
 
         No other save may be under way: call `result` before.
 
-        state: what other ranks may have too. `rank_state`: what no other rank has.
+        state: what other ranks may have too. `rank_state`: what no other rank has. `buffers`: names in
+        `state` whose values may differ between ranks; those of the first rank with their layers are written.
         """
         began = time.perf_counter()
         from torch.distributed.checkpoint import async_save
@@ -205,7 +219,7 @@ class Saver:
             if not (self.state_is_sharded and key.startswith("optimizer/"))
         }
         written = (
-            select_written(whole, self.copy, self.copies)
+            select_written(whole, self.copy, self.copies, buffers)
             | {key: state[key] for key in state.keys() - whole.keys()}
             | dict(rank_state or {})
         )
