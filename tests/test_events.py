@@ -51,6 +51,10 @@ ALL: list[Event] = [
     Failed(what="run", message='a\nb\t"c"', step=1, rank=3, lost_peer=True, meant=True),
     Stalled(step=1, ranks=(1, 3), message="rank 1 is stopped; rank 3 too"),
     Ended(step=1, reason="done", why="validation loss 0.1 reached stop.target=0.2", communication=0.25),
+    dataclasses.replace(
+        Step(step=2, samples=2, loss=1, grad_norm=1, lr=1, step_s=1, data_s=0, samples_per_s=1),
+        losses={"kl": 1 / 3, "inside": -0.1},
+    ),
 ]
 
 
@@ -81,7 +85,8 @@ def test_event_round_trip_in_one_line(event):
     assert "\n" not in line
     assert json.loads(dumps(loads(line))) == json.loads(line)
     assert type(loads(line)) is type(event)
-    assert {*json.loads(line)} == {"event", *vars(event)}
+    absent = {"losses"} if isinstance(event, Step) and not event.losses else set()
+    assert {*json.loads(line)} == {"event", *vars(event)} - absent
 
 
 def test_kinds_and_fields_are_stable():

@@ -104,6 +104,7 @@ class Step(Event):
     step_s         wall time of this step in seconds, data_s included
     data_s         seconds of waiting for the batch
     samples_per_s  samples of the global batch per second
+    losses         means over the global batch of the losses that `Task.loss` returns by name
     """
 
     step: int
@@ -114,6 +115,7 @@ class Step(Event):
     step_s: float
     data_s: float
     samples_per_s: float
+    losses: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,6 +285,8 @@ def dumps(event: Event) -> str:
     fields = dict(vars(event))
     if isinstance(event, Evaluated):
         fields["metrics"] = nan_to_null(event.metrics)
+    if isinstance(event, Step) and not event.losses:
+        del fields["losses"]
     return ENCODER.encode({"time": fields.pop("time"), "event": type(event).__name__.lower(), **fields})
 
 

@@ -185,13 +185,21 @@ class Task:
 
         return default_collate(samples)
 
-    def loss(self, output: Any, batch: Any) -> Tensor:
+    def loss(self, output: Any, batch: Any) -> Tensor | Mapping[str, Tensor]:
         """Return the loss of each item, in any shape whose first dim is the samples of the batch.
 
         A scalar counts as the mean over the samples. The mean over the whole global batch is minimized.
         output: what the model returns. batch: the collated samples, on the device of the model.
+
+        Several losses are a dict, such as `{"reconstruction": …, "kl": …}`. The mean of each over the global
+        batch is reported under its name, and the sum of these means, times `loss_weights`, is minimized. If
+        the task defines `weights`, each loss has their shape.
         """
         raise NotImplementedError
+
+    def loss_weights(self) -> Mapping[str, float]:
+        """Return the weights of the losses that `loss` returns by name; a name without weight has 1."""
+        return {}
 
     def global_loss(self, output: Any, batch: Any) -> Tensor:
         """Return the loss of a whole global batch as one number. Define it in place of `loss`.
@@ -330,6 +338,7 @@ def check_task_class(kind: type[Task], reference: str) -> None:
     for name, hint in (
         ("loss", "keep loss if it is a mean over samples, or else global_loss"),
         ("weights", "apply the weights in global_loss"),
+        ("loss_weights", "apply the weights in global_loss"),
     ):
         if {name, "global_loss"} <= defined:
             raise TaskError(f"{reference} defines both global_loss and {name}; {hint}")

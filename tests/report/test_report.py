@@ -1,6 +1,7 @@
 """Summaries of events, and their text."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -199,6 +200,13 @@ def test_a_step_without_update_reports_overflow():
         step=1, samples=1, loss=1.0, grad_norm=None, lr=0.1, step_s=1.0, data_s=0.0, samples_per_s=1.0
     )
     assert "overflow" in format_event(overflowed)
+
+
+def test_named_losses_are_reported():
+    named = replace(step(3), losses={"inside": 0.25, "distance": 1.0})
+    assert "loss 0.3333 (inside 0.2500  distance 1.0000)  grad norm" in format_event(named)
+    table = render(build_closing_table(summarize([started(), step(1), step(2), named])))
+    assert "1.0000 → 0.3333 (inside 0.2500  distance 1.0000)" in table
 
 
 def test_the_headline_of_one_rank():

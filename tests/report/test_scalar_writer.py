@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.events import Evaluated, Step
+from paceline.report.progress import _write_scalars
+
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 ScalarWriter = pytest.importorskip("paceline.report.scalar_writer").ScalarWriter
 
@@ -45,6 +48,25 @@ def test_points_that_do_not_fit_are_lost_and_the_others_are_read(size, tmp_path)
     assert read(tmp_path, "grad_norm") == [(3, 8.0)]
     [file] = tmp_path.iterdir()
     assert len(points) == 3 or size < file.stat().st_size
+
+
+def test_named_losses_are_written(tmp_path):
+    step = Step(
+        step=1,
+        samples=8,
+        loss=1.5,
+        losses={"kl": 0.5},
+        grad_norm=1.0,
+        lr=0.1,
+        step_s=1.0,
+        data_s=0.0,
+        samples_per_s=8.0,
+    )
+    with _write_scalars(tmp_path) as show:
+        show(step)
+        show(Evaluated(step=1, metrics={"loss": 2.0, "kl": 0.25}, seconds=1.0))
+    found = {name: read(tmp_path, name) for name in ("train/loss", "train/kl", "validation/kl")}
+    assert found == {"train/loss": [(1, 1.5)], "train/kl": [(1, 0.5)], "validation/kl": [(1, 0.25)]}
 
 
 def test_folder_that_cannot_be_created(tmp_path):

@@ -67,6 +67,11 @@ class BothLosses(Small):
         return super().loss(output, batch).mean()
 
 
+class WeighedWhole(Whole):
+    def loss_weights(self):
+        return {"error": 0.5}
+
+
 class Must(Small):
     depth: int
 
@@ -209,6 +214,7 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("train bad.py:Plain", "Plain"),
     ("train bad.py:NoLoss", "loss"),
     ("train bad.py:BothLosses", "global_loss"),
+    ("train bad.py:WeighedWhole", "global_loss|loss_weights"),
     ("train bad.py:Whole --batch 24 --ranks 2 --plan pp=2", "global_loss"),
     ("train bad.py:Whole --batch 24 --ranks 2 --plan local-sgd,period=2", "global_loss"),
     ("train bad.py:Whole --batch 24 --ranks 2 --plan parameter-server,servers=1", "global_loss"),

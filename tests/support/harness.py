@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -92,6 +92,7 @@ class TrainingResult:
     # Unsharded parameters and buffers after the last step, of the stages on the rank
     weights: dict[str, np.ndarray]
     notes: tuple[str, ...]
+    named: dict[str, list[float]] = field(default_factory=dict)  # losses that have names
 
 
 def take_sgd_step_(model: nn.Module, loss: torch.Tensor, lr: float) -> float:
@@ -142,6 +143,7 @@ def train_on_this_rank(
         metrics=[dict(event.metrics) for event in events if isinstance(event, Evaluated)],
         weights=weights,
         notes=events[0].notes,
+        named={name: [step.losses[name] for step in steps] for name in steps[0].losses} if steps else {},
     )
 
 
@@ -188,6 +190,7 @@ def differences(found: TrainingResult, expected: TrainingResult, rtol: float) ->
     """Return the series and tensors that differ by more than rtol, relative to their largest element."""
     assert found.weights.keys() == expected.weights.keys()
     assert [entry.keys() for entry in found.metrics] == [entry.keys() for entry in expected.metrics]
+    assert found.named.keys() == expected.named.keys()
     pairs = {
         "losses": (found.losses, expected.losses),
         "grad_norms": (found.grad_norms, expected.grad_norms),
@@ -196,6 +199,7 @@ def differences(found: TrainingResult, expected: TrainingResult, rtol: float) ->
             name: ([entry[name] for entry in found.metrics], [entry[name] for entry in expected.metrics])
             for name in set().union(*expected.metrics)
         },
+        **{f"loss {name}": (found.named[name], expected.named[name]) for name in expected.named},
         **{name: (found.weights[name], expected.weights[name]) for name in expected.weights},
     }
     return [

@@ -10,7 +10,7 @@ import pdb
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class ReplayedStep:
     begin      step of the checkpoint from which the replay began; 0: the initial weights
     indices    index of each sample in dataset("train"), by micro-batch
     loss       mean over the batch; None if --anomaly found an operation that failed before
+    losses     means of the losses that loss() returns by name
     grad_norm  norm of the whole gradient before clipping
     lr         learning rate of the update
     gradients  by module, in the order of the model
@@ -79,6 +80,7 @@ class ReplayedStep:
     begin: int
     indices: tuple[tuple[int, ...], ...]
     loss: float | None
+    losses: Mapping[str, float]
     grad_norm: float | None
     lr: float
     gradients: tuple[ModuleGradient, ...]
@@ -205,6 +207,7 @@ class _Replay:
         last = parts[-self.part.microbatches :]
         gradients: list[ModuleGradient] = []
         findings: list[str] = []
+        losses: dict[str, float] = {}
         loss = norm = None
         source = batches(
             self.data.training,
@@ -228,6 +231,8 @@ class _Replay:
                     stats = self.prepared.step(micro_batches, done, self._lr_factor(done))
                     if is_last:
                         loss = float(stats.loss) / float(stats.items)
+                        named = stats.named or {}
+                        losses = {name: float(total) / float(stats.items) for name, total in named.items()}
                         norm = stats.norm
         whole = None
         if norm is not None:
@@ -240,6 +245,7 @@ class _Replay:
             begin=begin,
             indices=tuple(tuple(indices) for _, indices in last),
             loss=loss,
+            losses=losses,
             grad_norm=whole,
             lr=self.prepared.step.base_lrs[0] * self._lr_factor(step - 1),
             gradients=tuple(gradients),

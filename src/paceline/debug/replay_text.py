@@ -27,6 +27,8 @@ def format_step(step: "ReplayedStep") -> "Iterator[RenderableType]":
     ):
         if value is not None:
             yield f"{name}: {value:.9g}" + (f" (in the run: {of_run:.9g})" if of_run is not None else "")
+    for name, value in step.losses.items():
+        yield f"loss {name}: {value:.9g}"
     yield f"learning rate: {step.lr:.9g}"
     if step.gradients:
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)

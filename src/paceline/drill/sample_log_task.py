@@ -16,7 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from paceline.drill.training import NUMBER
 from paceline.task import Task, field_values
 
-METHODS = ("model", "inputs", "loss", "weights", "metrics", "layout", "optimizer", "pretrained")
+METHODS = (
+    *("model", "inputs", "loss", "loss_weights", "weights", "metrics"),
+    *("layout", "optimizer", "pretrained"),
+)
 
 
 class NumberedSample(NamedTuple):

@@ -1,7 +1,7 @@
 """The forward pass of a task: its model, its loss and the weights of its items."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,12 @@ from paceline.batch import count_samples
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import is_dtensor
 from paceline.errors import TaskError
+from paceline.parallel.named_losses import (
+    NamedLosses,
+    NamedLossSums,
+    check_loss_weights,
+    combine_losses,
+)
 from paceline.task import Task
 from paceline.user_code import UserCode
 
@@ -54,27 +60,46 @@ def has_global_loss(task: Task) -> bool:
 
 
 def call_loss(task: Task, output: Any, batch: Batch) -> Tensor:
-    """Return the loss of a batch that is not divided, without conversion of the task's exceptions."""
-    return task.global_loss(output, batch) if has_global_loss(task) else task.loss(output, batch)
+    """Return the loss of a batch that is not divided, without conversion of the task's exceptions.
+
+    Named losses are combined.
+    """
+    if has_global_loss(task):
+        return task.global_loss(output, batch)
+    values = task.loss(output, batch)
+    if not isinstance(values, Mapping):
+        return values
+    return combine_losses(task, values, batch, read_weights(task, batch))[0]
 
 
 LossInspector = Callable[[object, Batch, Tensor], None]
 
 
 def compute_weighted_loss(
-    task: Task, model: nn.Module, batch: Batch, examine: LossInspector | None = None
+    task: Task,
+    model: nn.Module,
+    batch: Batch,
+    examine: LossInspector | None = None,
+    sums: NamedLossSums | None = None,
 ) -> tuple[Tensor, Tensor | float]:
     """Return the sum of loss × weight over the items of a batch, and the sum of their weights (1 by default).
 
-    examine: called with the output, the batch and the loss.
+    examine: called with the output, the batch and the loss. sums: to which the named losses are added.
     """
     output = forward(task, model, batch)
     with UserCode("loss()", task.loss):
         values: Any = task.loss(output, batch)
+    weights = read_weights(task, batch)
+    check_loss_weights(task, values)
+    named: NamedLosses = {}
+    if isinstance(values, Mapping):
+        values, named = combine_losses(task, values, batch, weights)
     whole = values.full_tensor() if is_dtensor(values) else values
     if examine is not None:
         examine(output, batch, whole)
-    return weighted_sum(whole, read_weights(task, batch), batch, "loss()")
+    if sums is not None:
+        sums.add(named, weights)
+    return weighted_sum(whole, weights, batch, "loss()")
 
 
 def read_weights(task: Task, batch: Batch) -> Tensor | None:

@@ -9,7 +9,7 @@ contrastive learning batch size under memory limited setup, 2021).
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -401,6 +401,8 @@ def _describe_rows(tensor: Tensor, samples: int) -> tuple[int, int, int]:
 
 def _check_scalar(loss: Any) -> None:
     """Raise TaskError if `loss` cannot be a global loss."""
+    if isinstance(loss, Mapping):
+        raise TaskError("global_loss() must return one number, got a dict; return the sum of its losses")
     if not isinstance(loss, Tensor):
         raise TaskError(f"global_loss() must return a tensor, got {type(loss).__name__}")
     if loss.dim():

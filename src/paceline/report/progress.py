@@ -174,7 +174,7 @@ def _write_scalars(folder: Path) -> Iterator[Show]:
             last = event.time
             values = {
                 f"train/{name}": getattr(event, name) for name in ("loss", "grad_norm", "lr", "samples_per_s")
-            }
+            } | {f"train/{name}": value for name, value in event.losses.items()}
         writer.write(values, event.step, event.time)
 
     try:

@@ -30,6 +30,7 @@ class Summary:
     ended: Ended | None  # None: interrupted, or still running
     wall_s: Mapping[str, float] = field(default_factory=dict)  # start, training, end; of all starts
     notes: tuple[str, ...] = ()  # during the training, each once
+    losses: Mapping[str, float] = field(default_factory=dict)  # of the last step, by name
     sampled: int | None = None  # number of steps read of a long run, which represent all; None: all were read
 
 
@@ -46,6 +47,7 @@ class SummaryBuilder:
         self._failures: deque[Failed] = deque(maxlen=MAX_EVENTS)
         self._notes: dict[str, None] = {}  # in their order
         self._ended: Ended | None = None
+        self._losses: Mapping[str, float] = {}
         self._wall_s = {"start": 0.0, "training": 0.0, "end": 0.0}
         self._until = 0.0  # time of the last progress
 
@@ -64,6 +66,7 @@ class SummaryBuilder:
                     self._saved.pop()
             case Step():
                 self.history.add(event, count)
+                self._losses = event.losses
                 self._add_training_time(event.time)
             case Evaluated():
                 self._evaluated.append(event)
@@ -114,6 +117,7 @@ class SummaryBuilder:
             ended=ended,
             wall_s=dict(self._wall_s),
             notes=tuple(self._notes),
+            losses=self._losses,
             sampled=len(history.points) if history.is_thinned else None,
         )
 

@@ -17,8 +17,9 @@ def format_event(event: Event, lr_group: str = "") -> str:
         case Step():
             norm = f"{event.grad_norm:.3g}" if event.grad_norm is not None else "overflow, update skipped"
             lr = f"{event.lr:.3g}" + (f" ({lr_group})" if lr_group else "")
+            losses = f" ({format_metrics(event.losses)})" if event.losses else ""
             return (
-                f"step {event.step}  loss {event.loss:.4f}  grad norm {norm}  lr {lr}  "
+                f"step {event.step}  loss {event.loss:.4f}{losses}  grad norm {norm}  lr {lr}  "
                 f"{event.samples_per_s:,.0f} samples/s"
             )
         case Noted():
@@ -73,7 +74,8 @@ def build_closing_table(summary: Summary) -> RenderableType:
     table.add_column(style="bold")
     table.add_column()
     if summary.first_loss is not None and summary.last_loss is not None:
-        table.add_row("loss", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}")
+        losses = f" ({format_metrics(summary.losses)})" if summary.losses else ""
+        table.add_row("loss", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}{losses}")
     for name, value in summary.metrics.items():
         table.add_row(f"validation {name}", f"{value:.4f}")
     median = "median"

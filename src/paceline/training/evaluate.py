@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from paceline.events import Evaluated
 from paceline.metrics import Accumulator
 from paceline.parallel.forward import ELSEWHERE, autocast, read_weights, weighted_sum
 from paceline.parallel.global_loss import gather_splits
+from paceline.parallel.named_losses import NamedLosses, combine_losses
 from paceline.sample_rng import number_samples
 from paceline.spec import Spec
 from paceline.task import Task
@@ -172,7 +174,11 @@ def _compute_values(
             values: dict[str, Tensor | Accumulator] = {"loss": loss.expand(counts[update.place.dp] or 1)}
         else:
             with UserCode("loss()", task.loss):
-                values = {"loss": task.loss(output, data)}
+                result: Any = task.loss(output, data)
+            named: NamedLosses = {}
+            if isinstance(result, Mapping):
+                result, named = combine_losses(task, result, data, read_weights(task, data))
+            values = {"loss": result, **named}
         with UserCode("metrics()", task.metrics):
             metrics = task.metrics(output, data)
         if not isinstance(metrics, Mapping):
@@ -180,6 +186,8 @@ def _compute_values(
     if not isinstance(values["loss"], Tensor):
         raise TaskError(f"loss() must return a tensor, got {type(values['loss']).__name__}")
     for name, value in metrics.items():
+        if name in values and name != "loss":
+            raise TaskError(f"loss() and metrics() both return {name!r}; rename one of them")
         values[name] = as_accumulator(name, value)
         _check_metric(name, values[name])
     return values

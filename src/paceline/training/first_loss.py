@@ -24,6 +24,7 @@ from paceline.data.loader import Batch
 from paceline.distributed.dtensor import is_dtensor
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
+from paceline.parallel.forward import call_loss
 from paceline.plan.plan import ResolvedPlan
 from paceline.sample_rng import SampleNumbers, find_numbers, number_samples
 from paceline.task import Task
@@ -196,7 +197,7 @@ class FirstLossCheck:
                 (output, batch), lambda item: item.clone() if isinstance(item, Tensor) else item
             )
             with self._number_samples(batch):
-                return _Loss(_gathered(task.loss(output, batch[0])), task.weights(batch[0]))
+                return _Loss(_gathered(call_loss(task, output, batch[0])), task.weights(batch[0]))
 
     def _compare(
         self,

@@ -25,6 +25,7 @@ from paceline.parallel.global_loss import (
     gather_splits,
     preserved_buffers,
 )
+from paceline.parallel.named_losses import NamedLossSums
 from paceline.parallel.reduced_buffers import BufferReducer
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.sample_rng import number_samples
@@ -88,6 +89,7 @@ class TrainingStep:
     norm: GradientNorm = field(init=False)
     loss_scale: LossScale | None = field(init=False)
     step_optimizer: OptimizerStep = field(init=False)
+    named: NamedLossSums = field(init=False, default_factory=NamedLossSums)
     # Forward and backward run in this context.
     loss_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     on_phase: Callable[[str], None] = lambda phase: None  # called at the begin of each phase
@@ -137,7 +139,7 @@ class TrainingStep:
                 self.data_ranks
             )
         return (
-            LocalStepStats(reduce(add, losses), sum(items), norm, expected)
+            LocalStepStats(reduce(add, losses), sum(items), norm, expected, self.named.sums)
             if self.counts
             else LocalStepStats(0.0, 0.0, norm, expected)
         )
@@ -173,6 +175,7 @@ class TrainingStep:
         Returns for each micro-batch of this rank loss × items and items, and the number of items that is
         expected over all ranks (None if it was counted).
         """
+        self.named.begin()
         weight: GlobalWeight | LocalWeight | None = None
         if type(self.task).weights is not Task.weights:
             own = LocalWeight(self.task, batches, self.data_ranks) if self.is_local else None
@@ -180,7 +183,9 @@ class TrainingStep:
         if self.pipeline is not None:
             self.on_phase(FORWARD)
             assert not isinstance(weight, LocalWeight)
-            return self.pipeline.backward(batches, step, weight, self._start_gradient, self.on_first_loss)
+            return self.pipeline.backward(
+                batches, step, weight, self._start_gradient, self.on_first_loss, self.named
+            )
         if self.global_loss is not None:
             return self._backward_global(self.global_loss, batches, step)
         losses: list[Tensor] = []
@@ -191,7 +196,9 @@ class TrainingStep:
             self._seed_model(step, index)
             with self._sync_if(index == len(batches) - 1):
                 with autocast(self.precision, self.device), self._new_buffer_pass():
-                    loss, num_items = compute_weighted_loss(self.task, self.model, batch, self.on_first_loss)
+                    loss, num_items = compute_weighted_loss(
+                        self.task, self.model, batch, self.on_first_loss, self.named
+                    )
                 if whole is None:
                     whole = (
                         weight.result()

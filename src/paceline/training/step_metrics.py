@@ -2,8 +2,9 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from paceline.errors import TaskError
 from paceline.events import Step
+from paceline.parallel.named_losses import check_same_names
 from paceline.training.optimizer import combine_norms
 
 REDUCE_EVERY_S = 0.1  # quicker steps share one reduction about this often
@@ -26,6 +28,7 @@ class LocalStepStats(NamedTuple):
     # of the gradients that this rank counts, or a list with the norm of each of their tensors
     norm: Tensor | list[Tensor]
     expected: float | None  # items that the loss was divided by, if their number was only inferred
+    named: Mapping[str, Tensor | float] | None = None  # named losses × items; None: this rank does not count
 
 
 class StepMetrics(NamedTuple):
@@ -33,6 +36,7 @@ class StepMetrics(NamedTuple):
 
     loss: float
     grad_norm: float  # not finite if fp16 overflowed and the update was skipped
+    losses: Mapping[str, float] = MappingProxyType({})  # named losses
 
 
 class LaunchedStep(NamedTuple):
@@ -52,6 +56,7 @@ class LaunchedStep(NamedTuple):
             step=self.step,
             samples=self.step * batch,
             loss=metrics.loss,
+            losses=dict(metrics.losses),
             grad_norm=metrics.grad_norm if math.isfinite(metrics.grad_norm) else None,
             lr=self.lr,
             step_s=self.step_s,
@@ -87,6 +92,7 @@ class PendingMetrics:
     ranks: int
     work: dist.Work | None
     copied: torch.cuda.Event | None
+    names: Sequence[str] = ()  # of the named losses
 
     def result(self) -> ReducedMetrics:
         """Wait for the reduction and return it.
@@ -98,7 +104,12 @@ class PendingMetrics:
         elif self.work is not None:
             self.work.wait()
         *sums, stop, save, seconds = self.sums.tolist()
-        steps = list(map(_metrics_of_step, sums[0::3], sums[1::3], sums[2::3], self.expected))
+        columns = 3 + len(self.names)
+        rows = [sums[begin : begin + columns] for begin in range(0, len(sums), columns)]
+        steps = [
+            _metrics_of_step(row[0], row[1], row[2], expected, dict(zip(self.names, row[3:], strict=True)))
+            for row, expected in zip(rows, self.expected, strict=True)
+        ]
         step_s = seconds / (self.ranks * len(steps))
         steps_per_reduction = (
             min(MAX_STEPS_PER_REDUCTION, max(1, int(REDUCE_EVERY_S / step_s))) if step_s else 1
@@ -106,14 +117,32 @@ class PendingMetrics:
         return ReducedMetrics(steps, ControlFlags(stop > 0, save > 0), step_s, steps_per_reduction)
 
 
-def _metrics_of_step(loss: float, items: float, squares: float, expected: float | None) -> StepMetrics:
+def _metrics_of_step(
+    loss: float, items: float, squares: float, expected: float | None, named: Mapping[str, float]
+) -> StepMetrics:
     if expected is not None and items != expected:
         raise TaskError(
             f"loss() returned {items:.0f} items over all ranks and micro-batches, expected {expected:.0f} "
             "from the first one; if their number varies, define weights(batch), so that each item has the "
             "same weight"
         )
-    return StepMetrics(loss / items if items else math.nan, math.sqrt(squares))
+    losses = {name: value / items if items else math.nan for name, value in named.items()}
+    return StepMetrics(loss / items if items else math.nan, math.sqrt(squares), losses)
+
+
+def agree_on_names(named: Mapping[str, Tensor | float] | None, ranks: int) -> list[str]:
+    """Return the names of the losses, in the same order on all ranks. A collective.
+
+    named: the losses on this rank; None if it does not count. Raises TaskError on all ranks if they differ.
+    """
+    by_rank: list[list[str] | None] = [None if named is None else list(named)]
+    if ranks > 1:
+        own, by_rank = by_rank[0], by_rank * ranks
+        dist.all_gather_object(by_rank, own)
+    counted = [names for names in by_rank if names is not None]
+    for names in counted[1:]:
+        check_same_names(frozenset(counted[0]), frozenset(names))
+    return counted[0] if counted else []
 
 
 def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
@@ -125,11 +154,16 @@ def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
 
 
 def reduce_metrics_async(
-    steps: Sequence[LocalStepStats], flags: ControlFlags, seconds: float, ranks: int, device: torch.device
+    steps: Sequence[LocalStepStats],
+    flags: ControlFlags,
+    seconds: float,
+    ranks: int,
+    device: torch.device,
+    names: Sequence[str] = (),
 ) -> PendingMetrics:
     """Start to reduce the metrics of `steps` over all ranks. A collective: all ranks pass the same steps.
 
-    seconds: what these steps took on this rank.
+    seconds: what these steps took on this rank. names: of the named losses, the same on all ranks.
     """
     # Norms are combined here and not in the step: many in a row find their code in the caches.
     norms = _column(
@@ -140,20 +174,24 @@ def reduce_metrics_async(
         _column([step.loss for step in steps], device),
         _column([step.items for step in steps], device),
         norms.square(),
+        *(
+            _column([step.named[name] if step.named is not None else 0.0 for step in steps], device)
+            for name in names
+        ),
     )
     rest = torch.tensor([float(flags.stop), float(flags.save), seconds], dtype=torch.float64, device=device)
     sums = torch.cat([torch.stack(columns, dim=1).flatten(), rest])
     expected = [step.expected for step in steps]
     work = dist.all_reduce(sums, async_op=True) if ranks > 1 else None
     if device.type != "cuda":
-        return PendingMetrics(sums, expected, ranks, work, None)
+        return PendingMetrics(sums, expected, ranks, work, None, names)
     if work is not None:
         work.wait()  # orders the streams; the host continues
     on_host = torch.empty(len(sums), dtype=torch.float64, pin_memory=True)
     on_host.copy_(sums, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
-    return PendingMetrics(on_host, expected, ranks, None, copied)
+    return PendingMetrics(on_host, expected, ranks, None, copied, names)
 
 
 class FinishedSteps(NamedTuple):
@@ -174,6 +212,7 @@ class MetricsReducer:
 
     def __init__(self, ranks: int, device: torch.device):
         self.ranks, self.device = ranks, device
+        self.names: Sequence[str] | None = None  # of named losses; None before the first reduction
         self._launched: list[LaunchedStep] = []  # steps whose reduction has not started
         self._reducing: tuple[list[LaunchedStep], PendingMetrics] | None = None
         self._steps_per_reduction = 1
@@ -195,9 +234,16 @@ class MetricsReducer:
     def start(self, flags: ControlFlags) -> None:
         """Start to reduce the metrics of all steps added since the last call. A collective."""
         assert self._reducing is None
+        if self.names is None:
+            self.names = agree_on_names(self._launched[0].stats.named, self.ranks)
         seconds = sum(launched.step_s for launched in self._launched)
         pending = reduce_metrics_async(
-            [launched.stats for launched in self._launched], flags, seconds, self.ranks, self.device
+            [launched.stats for launched in self._launched],
+            flags,
+            seconds,
+            self.ranks,
+            self.device,
+            self.names,
         )
         self._launched, self._reducing = [], (self._launched, pending)
 

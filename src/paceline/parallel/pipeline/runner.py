@@ -20,6 +20,7 @@ from paceline.parallel.forward import GlobalWeight, LossInspector, autocast, com
 from paceline.parallel.forward import forward as run_forward
 from paceline.parallel.fsdp import copy_output_views, find_scalars
 from paceline.parallel.module_hooks import CallInterceptor, find_parts
+from paceline.parallel.named_losses import NamedLossSums
 from paceline.parallel.pipeline.eval import SequentialStageRunner
 from paceline.parallel.pipeline.gradient_check import GradientCheck
 from paceline.parallel.pipeline.pass_traces import PassTraces, TracedModel
@@ -194,8 +195,11 @@ class Pipeline:
         weight: GlobalWeight | None,
         share_of: Callable[[Tensor, Tensor | float], Tensor],
         examine: LossInspector | None,
+        named: NamedLossSums,
     ) -> tuple[list[Tensor], list[Tensor | float], float | None]:
         """Compute the gradients of all stages.
+
+        named: to which the named losses are added.
 
         Returns loss × items of each micro-batch, its items, and the expected items over all ranks. The
         lists are empty, and the last value is None, on ranks without the last stage.
@@ -218,7 +222,7 @@ class Pipeline:
             new_pass = self.buffers.new_pass(stage.index) if self.buffers is not None else nullcontext()
             with autocast(self.precision, self.rank.device), new_pass:
                 loss, own_items = compute_weighted_loss(
-                    self.task, self.model, batch, None if losses else examine
+                    self.task, self.model, batch, None if losses else examine, named
                 )
             if not whole:
                 whole.append(

@@ -23,7 +23,7 @@ from paceline.data.loader import Batch
 from paceline.distributed.dtensor import storage_id
 from paceline.errors import PlanError
 from paceline.parallel.autograd_graph import find_reached_parameters
-from paceline.parallel.forward import autocast, call_model
+from paceline.parallel.forward import autocast, call_loss, call_model
 from paceline.parallel.module_hooks import CallInterceptor, Run, find_parts
 from paceline.parallel.pipeline.buffers import BufferUse
 from paceline.task import Layout, Task
@@ -224,7 +224,7 @@ class StandInModel:
                 torch.enable_grad(),
                 autocast(precision, self.device),
             ):
-                loss = task.loss(call_model(task, self.copy, batch), batch)
+                loss = call_loss(task, call_model(task, self.copy, batch), batch)
                 return frozenset(
                     self.names[leaf] for leaf in find_reached_parameters(loss) if leaf in self.names
                 )
@@ -256,7 +256,7 @@ def _compute_results(task: Task, output: Any, batch: Batch, training: bool) -> l
             metrics = [] if training else list(task.metrics(output, batch).values())
             # The state of an accumulator does not show what it uses.
             whole = [output] * any(not isinstance(metric, Tensor) for metric in metrics)
-            return [task.loss(output, batch), *metrics, *whole]
+            return [call_loss(task, output, batch), *metrics, *whole]
     except Exception:  # from user code that needs values; assume that it uses the whole output
         return tree_leaves(output)
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.data.fake import is_fake
 from paceline.data.loader import Batch
+from paceline.parallel.forward import call_loss
 from paceline.parallel.tensor.apply import Splits
 from paceline.parallel.tensor.linear import SPLIT_LOSS, as_split_dtensor
 from paceline.task import Task
@@ -51,10 +52,10 @@ def try_split_loss(
     whole = output.requires_grad_()
     is_same, reason = True, "its loss or gradient differs on split logits"
     try:
-        expected = task.loss(whole, batch)
+        expected = call_loss(task, whole, batch)
         expected.sum().backward()
         with split_loss():
-            loss: Any = task.loss(as_split_dtensor(part, output.shape[-1], mesh), batch)
+            loss: Any = call_loss(task, as_split_dtensor(part, output.shape[-1], mesh), batch)
             loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
             loss.sum().backward()
         assert whole.grad is not None

@@ -163,7 +163,8 @@ def _count_step(training: PreparedTraining, plan: ResolvedPlan, microbatches: li
             counter if is_counted else contextlib.nullcontext(),
         ):
             local = update(microbatches, step, 1.0)
-            reduce_metrics_async([local], ControlFlags(), 0.0, dist.get_world_size(), update.device)
+            names = sorted(update.named.names or ())
+            reduce_metrics_async([local], ControlFlags(), 0.0, dist.get_world_size(), update.device, names)
     return counter.volume()
 
 

@@ -14,7 +14,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,6 +25,7 @@ from torch.futures import Future
 from paceline.distributed.process_group import start_timeout_s
 from paceline.errors import RankError
 from paceline.events import Ended, Event, Failed, Started, Step
+from paceline.parallel.named_losses import check_same_names
 from paceline.plan.plan import ResolvedPlan
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.parameter_server.partition import ParameterSlice, join_state
@@ -137,7 +138,11 @@ class Coordinator:
         expected = sum(message.fields["expected"] or 0.0 for message in pushed.values())
         loss = math.fsum(message.fields["loss"] for _, message in sorted(pushed.items()))
         return LocalStepStats(
-            loss, sum(items.values()), torch.tensor(norm, dtype=torch.float64), expected or None
+            loss,
+            sum(items.values()),
+            torch.tensor(norm, dtype=torch.float64),
+            expected or None,
+            _sum_named_losses([message.fields["named"] for _, message in sorted(pushed.items())]),
         )
 
     def _wait_for_pushes(self, step: int) -> dict[int, Message]:
@@ -228,6 +233,13 @@ class Coordinator:
         for server in range(1, self.servers):
             with contextlib.suppress(ConnectionError):  # the server has received it, and ended
                 self.transport.call(server, Message("end"))()
+
+
+def _sum_named_losses(by_worker: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sums over the workers. Raises TaskError if the names differ."""
+    for named in by_worker[1:]:
+        check_same_names(frozenset(by_worker[0]), frozenset(named))
+    return {name: math.fsum(named[name] for named in by_worker) for name in by_worker[0]}
 
 
 def serve_until_end(shard: ServerShard, transport: Transport) -> None:

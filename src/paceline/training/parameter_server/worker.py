@@ -95,6 +95,7 @@ class Worker:
                     "loss": float(sum(float(loss) for loss in losses)),
                     "items": float(sum(items)),
                     "expected": expected,
+                    "named": {name: float(total) for name, total in self.update.named.sums.items()},
                     "stop": stop(),
                 }
                 pushing = sender.submit(self._push, self._take_gradients(), fields)
