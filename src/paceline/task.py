@@ -136,8 +136,8 @@ class Task:
     methods have defaults. It is a frozen dataclass: its fields are the hyper-parameters, and `--set width=32`
     sets them. Their types are checked.
 
-    `inputs`, `loss`, `weights` and `metrics` may take another parameter `rng`, a `SampleRng`. Its random
-    numbers are equal under every plan: `def loss(self, output, batch, rng)`.
+    `inputs`, `loss`, `weights`, `batch_sums` and `metrics` may take another parameter `rng`, a `SampleRng`.
+    Its random numbers are equal under every plan: `def loss(self, output, batch, rng)`.
 
     An exception in a method becomes a TaskError with the file and line; an exception of a sample becomes
     a DataError.
@@ -198,7 +198,10 @@ class Task:
         raise NotImplementedError
 
     def loss_weights(self) -> Mapping[str, float]:
-        """Return the weights of the losses that `loss` returns by name; a name without weight has 1."""
+        """Return the weights of the losses that `loss` and `auxiliary_loss` return by name.
+
+        A name without weight has 1.
+        """
         return {}
 
     def global_loss(self, output: Any, batch: Any) -> Tensor:
@@ -213,6 +216,28 @@ class Task:
         Pipelines, local SGD and parameter servers refuse it.
         """
         raise NotImplementedError
+
+    def batch_sums(self, output: Any, batch: Any) -> Mapping[str, Tensor]:
+        """Return sums over the samples of this batch, by name, for `auxiliary_loss`.
+
+        The batch may be a part of the global batch, so each tensor must be a sum over its samples, such as
+        the number of tokens of each expert, and not a mean. Shapes must not depend on the number of samples.
+        `auxiliary_loss` gets integers as float64.
+        """
+        return {}
+
+    def auxiliary_loss(self, sums: Mapping[str, Tensor]) -> Tensor | Mapping[str, Tensor]:
+        """Return a number to add to the loss, computed from the sums over the whole global batch.
+
+        sums: what `batch_sums` returned, added up over the global batch; in an evaluation, over the split.
+        Several numbers are a dict. Each is reported under its name ("auxiliary" if there is only a number),
+        and weighted by `loss_weights`. Local SGD, parameter servers, and pipelines that begin backward passes
+        before the last forward pass refuse it.
+        """
+        raise NotImplementedError
+
+    def _has_auxiliary_loss(self) -> bool:
+        return type(self).auxiliary_loss is not Task.auxiliary_loss
 
     def inputs(self, batch: Any) -> Any:
         """Return the arguments of the model: a tensor, a tuple or list, or a dict of keyword arguments.
@@ -283,7 +308,13 @@ def _draw_by_sample(method: Callable[..., Any], name: str) -> Callable[..., Any]
 
 
 REQUIRED = ("model", "dataset", "loss")
-DRAWING = ("inputs", "loss", "weights", "metrics")  # methods of a batch, which may take an `rng`
+DRAWING = (
+    "inputs",
+    "loss",
+    "weights",
+    "batch_sums",
+    "metrics",
+)  # methods of a batch, which may take an `rng`
 METHODS = frozenset(name for name in vars(Task) if not name.startswith("_"))
 
 
@@ -339,9 +370,13 @@ def check_task_class(kind: type[Task], reference: str) -> None:
         ("loss", "keep loss if it is a mean over samples, or else global_loss"),
         ("weights", "apply the weights in global_loss"),
         ("loss_weights", "apply the weights in global_loss"),
+        ("auxiliary_loss", "add it in global_loss"),
     ):
         if {name, "global_loss"} <= defined:
             raise TaskError(f"{reference} defines both global_loss and {name}; {hint}")
+    for name, other in (("batch_sums", "auxiliary_loss"), ("auxiliary_loss", "batch_sums")):
+        if name in defined and other not in defined:
+            raise TaskError(f"{reference} defines {name} without {other}; define both")
     if clashing := [field.name for field in dataclasses.fields(kind) if field.name in METHODS]:
         raise TaskError(
             f"{reference}: the field {clashing[0]!r} has the name of a method of Task; rename the field"

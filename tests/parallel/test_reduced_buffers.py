@@ -179,6 +179,16 @@ class Contrast(Compress):
         return torch.logsumexp((decoded - batch[0]).square().mean(1) + commitment, 0)
 
 
+class Balance(Compress):
+    """With a loss of sums over the batch."""
+
+    def batch_sums(self, output: Any, batch: Any) -> dict[str, Tensor]:
+        return {"decoded": output[0].square().sum(0)}
+
+    def auxiliary_loss(self, sums: dict[str, Tensor]) -> Tensor:
+        return torch.logsumexp(sums["decoded"], 0)
+
+
 def observing_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model(x) - y).square().mean()
 
@@ -193,10 +203,17 @@ def contrast_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.logsumexp((decoded - x).square().mean(1) + commitment, 0)
 
 
+def balance_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    decoded, commitment = model(x)
+    loss = ((decoded - x).square().mean(1) + 0.25 * commitment).mean()
+    return loss + torch.logsumexp(decoded.square().sum(0), 0)
+
+
 BY_HAND: dict[type[Task], Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     Compress: compress_loss,
     Observing: observing_loss,
     Contrast: contrast_loss,
+    Balance: balance_loss,
 }
 
 
@@ -254,6 +271,7 @@ SLOW: dict[type[Task], list[tuple[int, str]]] = {
         (4, "dp=2,pp=2,microbatches=6,pp_schedule=zero-bubble"),
         *((2, f"pp=2,microbatches=4,pp_schedule={name}") for name in ("gpipe", "interleaved", "zbv")),
     ],
+    Balance: [(2, "ddp"), (2, "zero3,microbatches=3")],
     Contrast: [(2, "zero3"), (2, "zero3,microbatches=3"), (2, "tp=2,microbatches=2")],
 }
 

@@ -72,6 +72,21 @@ class WeighedWhole(Whole):
         return {"error": 0.5}
 
 
+class SumsOnly(Small):
+    def batch_sums(self, output, batch):
+        return {"total": output.sum()}
+
+
+class Balanced(SumsOnly):
+    def auxiliary_loss(self, sums):
+        return sums["total"]
+
+
+class BalancedWhole(Whole):
+    def auxiliary_loss(self, sums):
+        return sums["total"]
+
+
 class Must(Small):
     depth: int
 
@@ -215,6 +230,10 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("train bad.py:NoLoss", "loss"),
     ("train bad.py:BothLosses", "global_loss"),
     ("train bad.py:WeighedWhole", "global_loss|loss_weights"),
+    ("train bad.py:SumsOnly", "batch_sums without auxiliary_loss"),
+    ("train bad.py:BalancedWhole", "global_loss and auxiliary_loss"),
+    ("train bad.py:Balanced --batch 24 --ranks 2 --plan pp=2,microbatches=2", "auxiliary_loss|gpipe"),
+    ("train bad.py:Balanced --batch 24 --ranks 2 --plan local-sgd,period=2", "auxiliary_loss"),
     ("train bad.py:Whole --batch 24 --ranks 2 --plan pp=2", "global_loss"),
     ("train bad.py:Whole --batch 24 --ranks 2 --plan local-sgd,period=2", "global_loss"),
     ("train bad.py:Whole --batch 24 --ranks 2 --plan parameter-server,servers=1", "global_loss"),

@@ -33,6 +33,18 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "max_position_embeddings": 32,
     },
+    "qwen3_moe": {
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 32,
+    },
     "t5": {
         "d_model": 32,
         "d_kv": 8,

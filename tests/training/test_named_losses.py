@@ -187,7 +187,7 @@ def test_training_equals_a_plain_loop(ranks: int, plan: str, task: Task) -> None
 
 
 def without_loss_weights() -> Any:
-    return replaced(named_losses, "_read_factors", lambda _: lambda task: {})
+    return replaced(named_losses, "read_factors", lambda _: lambda task: {})
 
 
 def with_the_last_micro_batch_only() -> Any:

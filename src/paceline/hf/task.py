@@ -1,5 +1,6 @@
 """The task hf:FOLDER: a Hugging Face model, trained on text files or JSON lines."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,14 @@ from torch import Tensor, nn
 
 from paceline.data.ragged import Ragged
 from paceline.errors import DataError, TaskError
+from paceline.hf.experts import (
+    NAME,
+    ExpertBalance,
+    balance,
+    find_balance,
+    multiply_all_tensors,
+    sum_router_outputs,
+)
 from paceline.hf.folder import ModelFolder, check_vocabulary, import_transformers, load_tokenizer, open_folder
 from paceline.hf.lora import add_adapters_
 from paceline.hf.objectives import CAUSAL_LM, CLASSIFICATION, MASKED_LM, SEQ2SEQ, Objective, choose_objective
@@ -43,6 +52,7 @@ class HuggingFace(Task):
     label: str = "label"  # key of the class, for classification
     labels: tuple[str, ...] | None = None  # names of the classes; by default, those of the config
     masked: float = 0.15  # share of the tokens that masked-lm predicts
+    router_aux_loss_coef: float | None = None  # of the loss that balances experts; by default, see the docs
     lora_rank: int | None = None  # train adapters of this rank, and freeze the model
     lora_alpha: float | None = None  # adapters are scaled by alpha ÷ rank; by default, alpha is the rank
     lora_targets: tuple[str, ...] | None = None  # linear layers with adapters; by default, all but the output
@@ -54,6 +64,9 @@ class HuggingFace(Task):
             raise TaskError(f"length must be at least 1 token, got {self.length}")
         if not 0 < self.masked <= 1:
             raise TaskError(f"masked must be above 0 and at most 1, got {self.masked}")
+        if self.router_aux_loss_coef is not None and not 0 <= self.router_aux_loss_coef < math.inf:
+            raise TaskError(f"router_aux_loss_coef must be 0 or above, got {self.router_aux_loss_coef}")
+        self._find_balance()
         if self.lora_rank is None and (self.lora_alpha is not None or self.lora_targets is not None):
             raise TaskError("lora_alpha and lora_targets require lora_rank, such as --set lora_rank=16")
         if self.lora_rank is not None and self.lora_rank < 1:
@@ -63,7 +76,13 @@ class HuggingFace(Task):
                 raise DataError(f"no such data file: {file}; specify a text file or JSON lines")
 
     def model(self) -> nn.Module:
-        return build_model(open_folder(self.folder), self.objective, self.labels, read_adapters(vars(self)))
+        return build_model(
+            open_folder(self.folder),
+            self.objective,
+            self.labels,
+            read_adapters(vars(self)),
+            balances=self._has_auxiliary_loss(),
+        )
 
     def pretrained(self) -> FolderWeights | None:
         folder = open_folder(self.folder)
@@ -134,6 +153,25 @@ class HuggingFace(Task):
         """Return 1 for each token that has a label, 0 for padding and tokens that are not predicted."""
         return (batch["labels"].flatten() != IGNORED).float()
 
+    def _find_balance(self) -> ExpertBalance | None:
+        return find_balance(self.folder, self.objective, self.router_aux_loss_coef)
+
+    def _has_auxiliary_loss(self) -> bool:
+        return self._find_balance() is not None
+
+    def loss_weights(self) -> dict[str, float]:
+        found = self._find_balance()
+        return {NAME: found.weight} if found is not None else {}
+
+    def batch_sums(self, output: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = self._find_balance()
+        assert found is not None
+        return sum_router_outputs(output, batch, found.top_k)
+
+    def auxiliary_loss(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the loss that balances the experts."""
+        return {NAME: balance(sums)}
+
     def metrics(self, output: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"accuracy": (output.logits.argmax(-1) == batch["labels"]).flatten()}
 
@@ -162,19 +200,24 @@ def build_model(
     objective: str | None,
     labels: tuple[str, ...] | None = None,
     adapters: Adapters | None = None,
+    balances: bool = False,
 ) -> nn.Module:
     """Return the model of a folder for an objective, with random weights.
 
-    labels: names of the classes of a classifier; None: those of the folder. Raises TaskError.
+    labels: names of the classes of a classifier; None: those of the folder. balances: whether the model
+    returns the router logits of its experts. Raises TaskError.
     """
     row = choose_objective(objective, folder)
     config = folder.read_config()
     if hasattr(config, "use_cache"):
         config.use_cache = False  # a cache of keys and values serves generation only
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = balances
     if row is CLASSIFICATION:
         set_labels_(config, labels)
         if config.pad_token_id is None:  # where a text ends, for models that read its last token
             config.pad_token_id = find_padding(folder.path)
+    multiply_all_tensors()
     # Weights stay float32 under every precision; the config may name another type.
     model: Any = getattr(import_transformers(), row.auto_class).from_config(
         config, dtype=torch.float32, trust_remote_code=False

@@ -12,6 +12,7 @@ from paceline.batch import count_samples
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import is_dtensor
 from paceline.errors import TaskError
+from paceline.parallel.auxiliary_loss import AuxiliaryLoss, add_auxiliary_loss, has_auxiliary_loss
 from paceline.parallel.named_losses import (
     NamedLosses,
     NamedLossSums,
@@ -60,10 +61,16 @@ def has_global_loss(task: Task) -> bool:
 
 
 def call_loss(task: Task, output: Any, batch: Batch) -> Tensor:
-    """Return the loss of a batch that is not divided, without conversion of the task's exceptions.
+    """Return the loss of a batch that is not divided, with its auxiliary loss.
 
-    Named losses are combined.
+    Exceptions of the task are not converted. Named losses are combined.
     """
+    loss = call_loss_by_item(task, output, batch)
+    return add_auxiliary_loss(task, loss, output, batch) if has_auxiliary_loss(task) else loss
+
+
+def call_loss_by_item(task: Task, output: Any, batch: Batch) -> Tensor:
+    """Return the loss of a batch without its auxiliary loss, otherwise as `call_loss` does."""
     if has_global_loss(task):
         return task.global_loss(output, batch)
     values = task.loss(output, batch)
@@ -81,16 +88,19 @@ def compute_weighted_loss(
     batch: Batch,
     examine: LossInspector | None = None,
     sums: NamedLossSums | None = None,
+    auxiliary: AuxiliaryLoss | None = None,
 ) -> tuple[Tensor, Tensor | float]:
     """Return the sum of loss × weight over the items of a batch, and the sum of their weights (1 by default).
 
     examine: called with the output, the batch and the loss. sums: to which the named losses are added.
+    auxiliary: whose backward pass is made part of that of the loss; its value is not added.
     """
     output = forward(task, model, batch)
     with UserCode("loss()", task.loss):
         values: Any = task.loss(output, batch)
     weights = read_weights(task, batch)
-    check_loss_weights(task, values)
+    if auxiliary is None:
+        check_loss_weights(task, values)
     named: NamedLosses = {}
     if isinstance(values, Mapping):
         values, named = combine_losses(task, values, batch, weights)
@@ -99,7 +109,8 @@ def compute_weighted_loss(
         examine(output, batch, whole)
     if sums is not None:
         sums.add(named, weights)
-    return weighted_sum(whole, weights, batch, "loss()")
+    total, items = weighted_sum(whole, weights, batch, "loss()")
+    return total if auxiliary is None else auxiliary.attach(total, output, batch), items
 
 
 def read_weights(task: Task, batch: Batch) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Several losses by name: the weighted sum that is minimized, and the sums that a step reports."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from operator import add
 from typing import Any
@@ -32,7 +32,7 @@ def combine_losses(
     """
     if not values:
         raise TaskError("loss() returned an empty dict; return at least one loss")
-    factors = _read_factors(task)
+    factors = read_factors(task)
     tensors = {name: _check_loss(name, value, weights) for name, value in values.items()}
     named = {name: _by_item(name, value, batch, weights) for name, value in tensors.items()}
     parts = named if all(value.dim() for value in tensors.values()) else _means(named, weights)
@@ -46,22 +46,27 @@ def check_loss_weights(task: Task, values: object) -> None:
 
     In an evaluation there may be fewer losses than in training.
     """
-    if not isinstance(values, Mapping):
-        if type(task).loss_weights is not Task.loss_weights:
-            raise TaskError(
-                f"{type(task).__name__} defines loss_weights(), but loss() returned "
-                f"{'one tensor' if isinstance(values, Tensor) else type(values).__name__}; return a dict of "
-                "losses by name"
-            )
-        return
-    if unknown := [name for name in _read_factors(task) if name not in values]:
+    if isinstance(values, Mapping):
+        check_weight_names(task, values, "loss() does not return; it returns")
+    elif read_factors(task):
         raise TaskError(
-            f"loss_weights() has {unknown[0]!r}, which loss() does not return; it returns "
-            f"{', '.join(map(str, values))}"
+            f"{type(task).__name__} defines loss_weights(), but loss() returned "
+            f"{'one tensor' if isinstance(values, Tensor) else type(values).__name__}; return a dict of "
+            "losses by name"
         )
 
 
-def _read_factors(task: Task) -> dict[str, float]:
+def check_weight_names(task: Task, names: Iterable[object], lacking: str) -> None:
+    """Raise TaskError if `loss_weights` has a name that is not among `names`.
+
+    lacking: who does not return it, for the message, which lists the names after it.
+    """
+    names = list(names)
+    if unknown := [name for name in read_factors(task) if name not in names]:
+        raise TaskError(f"loss_weights() has {unknown[0]!r}, which {lacking} {', '.join(map(str, names))}")
+
+
+def read_factors(task: Task) -> dict[str, float]:
     """Return the weights of the losses, by name. Raises TaskError."""
     with UserCode("loss_weights()", task.loss_weights):
         factors: Any = task.loss_weights()
@@ -148,7 +153,15 @@ class NamedLossSums:
         for name, values in named.items():
             values = values.detach()
             total = (values if weights is None else values * weights).sum()
-            self.sums[name] = self.sums[name] + total if name in self.sums else total
+            self._add(name, total)
+
+    def add_auxiliary(self, totals: Mapping[str, Tensor]) -> None:
+        """Add losses × items of a micro-batch that `loss` did not return."""
+        for name, total in totals.items():
+            self._add(name, total)
+
+    def _add(self, name: str, total: Tensor) -> None:
+        self.sums[name] = self.sums[name] + total if name in self.sums else total
 
 
 def check_same_names(first: frozenset[str], second: frozenset[str]) -> None:

@@ -40,7 +40,9 @@ def _warm_up(step: TrainingStep, model: DistributedDataParallel, batch: Batch) -
     seed_torch(derive_seed(step.seed, "settle"), step.device)
     with autocast(step.precision, step.device):
         if step.global_loss is None:
-            loss, _ = compute_weighted_loss(step.task, model, batch)
+            if step.auxiliary is not None:
+                step.auxiliary.begin(1, 1.0, checks=False)
+            loss, _ = compute_weighted_loss(step.task, model, batch, auxiliary=step.auxiliary)
         else:
             loss = _surrogate_loss(step.global_loss, forward(step.task, model, batch), batch)
     reached = find_reached_parameters(loss)

@@ -15,6 +15,8 @@ from paceline.doctor.heartbeat import EVALUATE
 from paceline.errors import TaskError
 from paceline.events import Evaluated
 from paceline.metrics import Accumulator
+from paceline.parallel.auxiliary_loss import compute_auxiliary_loss, has_auxiliary_loss
+from paceline.parallel.batch_sums import SumsOfParts, read_sums
 from paceline.parallel.forward import ELSEWHERE, autocast, read_weights, weighted_sum
 from paceline.parallel.global_loss import gather_splits
 from paceline.parallel.named_losses import NamedLosses, combine_losses
@@ -90,7 +92,8 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return the loss and the metrics of the split. A collective.
 
-    Tensors that `task.metrics` returns are averaged; accumulators are merged and finished.
+    Tensors that `task.metrics` returns are averaged; accumulators are merged and finished. An auxiliary loss
+    is that of the sums over the whole split.
 
     group: the ranks that call it; None: all. `stop`: called about once a second. If it returns True on
     any rank, all ranks abandon the evaluation and return None. Raises TaskError for unsuitable metrics.
@@ -107,6 +110,7 @@ def evaluate(
     parts = [(numbers or [begin], numbers or [begin]) for begin, numbers in zip(begins, mine, strict=True)]
     sums: dict[str, Tensor] = {}
     accumulated = AccumulatedMetrics()
+    sample_sums = SumsOfParts()
     names: dict[str, bool] = {}  # of all values in their order, and whether they are accumulators
     update.model.eval()
     update.on_phase(EVALUATE)
@@ -124,7 +128,10 @@ def evaluate(
                     continue
                 values = _compute_values(update, output, data, [len(part[at]) for part in parts_by_rank])
                 pairs = _weighted_sums(update.task, values, data, len(numbers) or 1)
-            is_counted = bool(numbers) and update.counts
+                is_counted = bool(numbers) and update.counts
+                if has_auxiliary_loss(update.task):
+                    with autocast(update.precision, update.device):
+                        sample_sums.add(read_sums(update.task, output, data), is_counted)
             for name, value in values.items():
                 is_accumulator = isinstance(value, Accumulator)
                 if names.setdefault(name, is_accumulator) is not is_accumulator:
@@ -150,6 +157,8 @@ def evaluate(
     if dist.get_world_size(group) > 1:
         dist.all_reduce(table, group=group)
     metrics = {name: total / count for name, (total, count) in zip(means, table.tolist(), strict=True)}
+    if has_auxiliary_loss(update.task):
+        metrics = _add_auxiliary_loss(update, metrics, sample_sums, group)
     if len(means) == len(names):
         return metrics
     finished = accumulated.finish(update.plan, dist.get_rank(group), group)
@@ -191,6 +200,29 @@ def _compute_values(
         values[name] = as_accumulator(name, value)
         _check_metric(name, values[name])
     return values
+
+
+def _add_auxiliary_loss(
+    update: TrainingStep, metrics: dict[str, float], sums: SumsOfParts, group: dist.ProcessGroup | None
+) -> dict[str, float]:
+    """Return the metrics with the auxiliary losses of the split, also in the loss. A collective.
+
+    sums: over the samples of this rank; none without the last stage of a pipeline. Raises TaskError.
+    """
+    if dist.get_world_size(group) > 1:
+        whole = sums.reduce_unlike(update.device, group)
+    else:
+        whole = sums.whole()
+    if not whole:  # the model lacks its auxiliary outputs in evaluations
+        return metrics
+    with autocast(update.precision, update.device):
+        loss, named = compute_auxiliary_loss(update.task, whole)
+    if clashing := metrics.keys() & named.keys():
+        raise TaskError(
+            f"auxiliary_loss() returned {min(clashing)!r}, and so did loss() or metrics(); rename one of them"
+        )
+    named_values = {name: value.item() for name, value in named.items()}
+    return metrics | {"loss": metrics["loss"] + loss.item()} | named_values
 
 
 def _check_metric(name: str, value: object) -> None:

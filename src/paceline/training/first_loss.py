@@ -9,30 +9,36 @@ model runs on parts of the batch as in an evaluation, and the losses of these pa
 """
 
 import contextlib
-import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from paceline.batch import cast_floats, find_leaves
 from paceline.data.loader import Batch
-from paceline.distributed.dtensor import is_dtensor
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
-from paceline.parallel.forward import call_loss
+from paceline.parallel.forward import call_loss_by_item
 from paceline.plan.plan import ResolvedPlan
 from paceline.sample_rng import SampleNumbers, find_numbers, number_samples
 from paceline.task import Task
+from paceline.training.batch_parts import (
+    ORDERS,
+    Slicer,
+    build_slicers,
+    find_cuts,
+    gather_detached,
+    has_samples,
+    is_any_rank,
+    map_parts,
+    preserved_rng,
+)
 from paceline.training.step import TrainingStep
+from paceline.training.sums_check import FirstSumsCheck
 
 Verdict = Literal["adds up", "mixes", "unknown"]
 NumberedBatch = tuple[Batch, Tensor]  # a batch, and the numbers of its samples
-Slicer = Callable[[Any], Any]  # returns one of the two parts of what belongs to a batch
 RTOL = 1e-5  # of losses that are computed in float64
 RTOL_BY_DTYPE = {torch.float64: 1e-5, torch.float32: 1e-4}  # of losses in the precision of the training
 RTOL_BY_PRECISION = {"fp64": 1e-5, "fp32": 1e-3}  # of losses of the whole model
@@ -40,8 +46,6 @@ RTOL_COARSE = 3e-2  # of other data types
 # The model's losses of two parts overrule those of the output only if they agree much better than those did.
 CLEARLY = 0.1
 ROUNDING = 1e-6
-# How the samples may be ordered in a tensor.
-ORDERS = ("samples first", "views first", "second dim")
 
 
 def check_loss(values: Tensor) -> None:
@@ -101,6 +105,7 @@ class FirstLossCheck:
         self.is_certain = False  # that tensors were divided by samples
         self.deviation = 0.0  # of the parts from the whole, relative
         self.means = ""  # of whole and parts, for the message
+        self.sums = FirstSumsCheck(step, samples) if self.compares and step.auxiliary is not None else None
 
     def __call__(self, output: object, batch: Batch, values: Tensor) -> None:
         self.step.on_first_loss = None
@@ -115,18 +120,20 @@ class FirstLossCheck:
                 self.error = error
         if not self.compares or self.error is not None:
             return
+        if self.sums is not None:
+            self.sums(output, batch)
         self.numbers = find_numbers(batch)
         self.batch = (batch, torch.as_tensor(self.numbers.numbers))
-        with torch.no_grad(), _preserved_rng(self.step.device):
+        with torch.no_grad(), preserved_rng(self.step.device):
             self.verdict = self._judge_output(output, self.batch)
 
     def _judge_output(self, output: object, batch: NumberedBatch) -> Verdict:
         """Compare the loss of parts of the output with that of the whole output."""
-        output = _gathered(output)
+        output = gather_detached(output)
         samples = self.samples
         if samples == 1:  # it has no parts, so it is doubled
-            output, batch = _map_leaves(
-                (output, batch), lambda item: torch.cat([item, item]) if _has_samples(item, 1, 0) else item
+            output, batch = map_parts(
+                (output, batch), lambda item: torch.cat([item, item]) if has_samples(item, 1, 0) else item
             )
             samples = 2
         verdict: Verdict
@@ -147,7 +154,7 @@ class FirstLossCheck:
         rows = [leaf for leaf in find_leaves((output, batch)) if isinstance(leaf, Tensor) and leaf.dim()]
         self.is_certain = verdict == "mixes" and all(len(leaf) == samples for leaf in rows)
         if verdict == "adds up" and not all(
-            _has_samples(leaf, samples, 0) or _has_samples(leaf, samples, 1) for leaf in outputs
+            has_samples(leaf, samples, 0) or has_samples(leaf, samples, 1) for leaf in outputs
         ):
             return "unknown"  # the model may have mixed the samples before
         return verdict
@@ -164,7 +171,7 @@ class FirstLossCheck:
         verdict: Verdict = "unknown"
         for order in ORDERS:
             verdicts = [
-                self._judge_cut(whole, output, batch, cut, samples, order, rtol) for cut in _cuts(samples)
+                self._judge_cut(whole, output, batch, cut, samples, order, rtol) for cut in find_cuts(samples)
             ]
             if "mixes" not in verdicts and "adds up" in verdicts:
                 return "adds up"
@@ -175,7 +182,7 @@ class FirstLossCheck:
     def _judge_cut(
         self, whole: "_Loss", output: Any, batch: Any, cut: int, samples: int, order: str, rtol: float | None
     ) -> Verdict:
-        slicers = _build_slicers(samples, cut, order)
+        slicers = build_slicers(samples, cut, order)
         try:
             parts = [
                 self._compute_loss(slicer(output), slicer(batch), 0, rtol is not None) for slicer in slicers
@@ -193,11 +200,13 @@ class FirstLossCheck:
         task = self.step.task
         autocast = torch.autocast(self.step.device.type, enabled=False) if exact else contextlib.nullcontext()
         with seeded_rngs(seed), autocast:
-            output, batch = _map_leaves(
+            output, batch = map_parts(
                 (output, batch), lambda item: item.clone() if isinstance(item, Tensor) else item
             )
             with self._number_samples(batch):
-                return _Loss(_gathered(call_loss(task, output, batch[0])), task.weights(batch[0]))
+                return _Loss(
+                    gather_detached(call_loss_by_item(task, output, batch[0])), task.weights(batch[0])
+                )
 
     def _compare(
         self,
@@ -268,10 +277,12 @@ class FirstLossCheck:
                 "not divide the batch (dp=1 and one micro-batch), or accept the loss of each part with "
                 "--allow-local-loss"
             )
+        if self.sums is not None:
+            self.sums.finish()
 
     def _is_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank that decides together with this one."""
-        return _any_rank(flag, self.step.device) if self.decides_together else flag
+        return is_any_rank(flag, self.step.device) if self.decides_together else flag
 
     def _judge_model(self, batch: NumberedBatch, rtol: float) -> Verdict:
         """Compare the model's loss on parts of the batch with that on the whole batch.
@@ -281,11 +292,11 @@ class FirstLossCheck:
         if self.samples < 2:
             return "unknown"
         cut = self.samples // 2
-        slicers = _build_slicers(self.samples, cut, ORDERS[0])
+        slicers = build_slicers(self.samples, cut, ORDERS[0])
         modes = [(module, module.training) for module in self.step.model.modules()]
         self.step.model.eval()
         try:
-            with torch.no_grad(), _preserved_rng(self.step.device):
+            with torch.no_grad(), preserved_rng(self.step.device):
                 whole, repeated = self._evaluate_loss(batch, 0), self._evaluate_loss(batch, 1)
                 parts = [self._evaluate_loss(slicer(batch), 0) for slicer in slicers]
         finally:
@@ -305,7 +316,7 @@ class FirstLossCheck:
         with seeded_rngs(seed), self._number_samples(batch):
             output = self.step.output(batch[0])
         try:
-            return self._compute_loss(_gathered(output), batch, seed, exact=False)
+            return self._compute_loss(gather_detached(output), batch, seed, exact=False)
         except Exception:  # a loss that can only be computed in training
             return None
 
@@ -354,98 +365,3 @@ def _is_near(a: _Loss, b: _Loss, rtol: float | None) -> bool:
         a.values.shape == b.values.shape
         and _max_relative_difference(a.values.nan_to_num(), b.values.nan_to_num()) <= bound
     )
-
-
-def _cuts(samples: int) -> list[int]:
-    """Return the positions at which a batch is cut in two."""
-    return sorted({samples // 2, max(1, samples // 4)})
-
-
-def _build_slicers(samples: int, cut: int, order: str) -> list[Slicer]:
-    """Return two functions that take what belongs to a batch, and return its part before or after `cut`."""
-
-    def build(begin: int, end: int) -> Slicer:
-        return lambda tree: _map_leaves(
-            tree, lambda item: _slice_samples(item, begin, end, samples, order), samples, (begin, end)
-        )
-
-    return [build(0, cut), build(cut, samples)]
-
-
-def _slice_samples(item: Any, begin: int, end: int, samples: int, order: str) -> Any:
-    """Return the rows of samples `begin` to `end` of a tensor or array; other items as they are."""
-    if isinstance(item, np.ndarray):
-        return item[begin:end] if item.ndim and len(item) == samples else item
-    if not isinstance(item, Tensor):
-        return item
-    if order == ORDERS[2] and item.dim() > 1 and item.shape[1] == samples:
-        return item[:, begin:end]
-    if not _has_samples(item, samples, 0):
-        return item
-    if order == ORDERS[1]:
-        return item.unflatten(0, (-1, samples))[:, begin:end].flatten(0, 1)
-    rows_per_sample = len(item) // samples
-    return item[begin * rows_per_sample : end * rows_per_sample]
-
-
-def _has_samples(item: Any, samples: int, dim: int) -> bool:
-    """Return whether a dimension counts the samples, or several items of each sample."""
-    if not isinstance(item, Tensor) or item.dim() <= dim or not item.shape[dim]:
-        return False
-    return item.shape[dim] == samples or (dim == 0 and samples > 1 and item.shape[0] % samples == 0)
-
-
-def _map_leaves(
-    tree: Any, function: Callable[[Any], Any], samples: int | None = None, part: tuple[int, int] = (0, 0)
-) -> Any:
-    """Return the tree with `function` applied to all leaves.
-
-    A list with an element for each sample is cut to the elements `part` instead.
-    """
-
-    def recurse(item: Any) -> Any:
-        return _map_leaves(item, function, samples, part)
-
-    if isinstance(tree, Mapping):
-        mapped: Any = copy.copy(tree)
-        for key in tree:
-            mapped[key] = recurse(tree[key])
-        return mapped
-    if isinstance(tree, (list, tuple)):
-        if len(tree) == samples and not any(
-            _has_samples(item, samples, 0) for item in find_leaves(list(tree))
-        ):
-            return tree[slice(*part)]
-        items = [recurse(item) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = [field.name for field in dataclasses.fields(tree) if field.init]
-        return dataclasses.replace(tree, **{name: recurse(getattr(tree, name)) for name in fields})
-    return function(tree)
-
-
-def _gathered(tree: Any) -> Any:
-    """Return a tree with whole tensors in place of DTensors, all detached from the graph."""
-
-    def gather(item: Any) -> Any:
-        if is_dtensor(item):
-            item = item.full_tensor()
-        return item.detach() if isinstance(item, Tensor) else item
-
-    return _map_leaves(tree, gather)
-
-
-@contextlib.contextmanager
-def _preserved_rng(device: torch.device) -> Iterator[None]:
-    """Restore the state of torch's random generators after this context."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
-
-
-def _any_rank(flag: bool, device: torch.device) -> bool:
-    """Return whether the flag is set on any rank. A collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return flag
-    flags = torch.tensor(int(flag), device=device)
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return bool(flags)

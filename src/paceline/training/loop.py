@@ -30,6 +30,7 @@ from paceline.doctor.heartbeat import DATA, REPORT
 from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.errors import DivergedError, PlanError
 from paceline.events import Ended, Event, Noted, Started
+from paceline.parallel.auxiliary_loss import check_auxiliary_loss
 from paceline.parallel.buffer_comparison import describe_different_buffers
 from paceline.parallel.ddp import release
 from paceline.parallel.global_loss import check_global_loss
@@ -145,6 +146,7 @@ def train(
         if resolved.servers is not None:
             read_operations(task, resolved)
             check_global_loss(task, resolved)
+            check_auxiliary_loss(task, resolved)
             analysis = build_meta_model(spec, task)
             check_reduced_buffers(task, resolved, analysis.model)
             notes = (*notes, *check_initial_weights_once(spec, task, analysis.model, analysis.weights, world))

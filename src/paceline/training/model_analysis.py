@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.data.fake import example_batch
 from paceline.data.loader import Batch, Samples
+from paceline.parallel.auxiliary_loss import check_auxiliary_loss
 from paceline.parallel.compile import check_compilable
 from paceline.parallel.global_loss import check_global_loss
 from paceline.parallel.reduced_buffers import check_reduced_buffers
@@ -75,6 +76,7 @@ def analyze_model(
     Raises PlanError or TaskError if the plan cannot train this model.
     """
     check_global_loss(task, plan)
+    check_auxiliary_loss(task, plan)
     if spec.compile:
         check_compilable(plan)
     analysis = build_meta_model(spec, task)

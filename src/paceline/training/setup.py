@@ -25,6 +25,7 @@ from paceline.distributed.mesh import build_mesh, select_data_mesh
 from paceline.distributed.world import World
 from paceline.errors import PlanError
 from paceline.parallel.apply import check_elementwise, parallelize
+from paceline.parallel.auxiliary_loss import AuxiliaryLoss, has_auxiliary_loss
 from paceline.parallel.batch_norm import average_, find_running_statistics, sync_batch_norm
 from paceline.parallel.buffer_comparison import BufferComparison
 from paceline.parallel.forward import has_global_loss
@@ -209,7 +210,8 @@ def build_training(
     has_statistics = plan.ranks_per_stage > 1 and bool(find_running_statistics(model))
     reductions = read_reductions(read_layout(task), model)
     is_reduced = any(reduction != NONE for reduction in reductions.values())
-    has_group = has_statistics or (plan.dp > 1 and (is_reduced or has_global_loss(task)))
+    sums_samples = is_reduced or has_global_loss(task) or has_auxiliary_loss(task)
+    has_group = has_statistics or (plan.dp > 1 and sums_samples)
     group = _group_with_same_model_part(plan, world.rank) if has_group else None
     if has_statistics and spec.batch_norm == "global":
         model = sync_batch_norm(model, device, group, equal_counts=not plan.uneven)
@@ -241,6 +243,7 @@ def build_training(
         pipeline=pipeline,
         share=(_batch_slice(spec, plan, world).share, spec.batch) if plan.uneven else None,
         global_loss=_build_global_loss(spec, plan, world.rank, task, device, group),
+        auxiliary=AuxiliaryLoss(task, group, plan.dp, device) if has_auxiliary_loss(task) else None,
     )
     if is_reduced and plan.dp * plan.microbatches > 1:
         step.buffers = _build_buffer_reducer(spec, plan, world, model, reductions, group, pipeline)

@@ -16,6 +16,7 @@ from paceline.data.loader import Batch, RankBatchSlice, number_batch
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.doctor.heartbeat import BACKWARD, FORWARD, UPDATE
 from paceline.errors import TaskError
+from paceline.parallel.auxiliary_loss import AuxiliaryLoss
 from paceline.parallel.forward import GlobalWeight, LocalWeight, autocast, compute_weighted_loss, forward
 from paceline.parallel.global_loss import (
     GlobalLoss,
@@ -84,6 +85,7 @@ class TrainingStep:
     share: tuple[int, int] | None = None
     global_loss: GlobalLoss | None = None  # in place of losses by item
     buffers: BufferReducer | None = None  # combines the changes of buffers that the task declares
+    auxiliary: AuxiliaryLoss | None = None  # besides losses by item
     is_local: bool = False  # whether the loss is the mean over the items of this rank only (local SGD)
     base_lrs: list[float] = field(init=False)
     norm: GradientNorm = field(init=False)
@@ -118,8 +120,7 @@ class TrainingStep:
 
     def __call__(self, batches: Sequence[Batch], step: int, lr_factor: float) -> LocalStepStats:
         """Run forward, backward and the update on the micro-batches of a step. `step`: steps done before."""
-        if self.buffers is not None:
-            self.buffers.begin()
+        self._begin_buffers()
         with self.loss_context(), self.number_samples(batches, step):
             losses, items, expected = self.backward(batches, step)
         if self.buffers is not None:
@@ -176,6 +177,8 @@ class TrainingStep:
         expected over all ranks (None if it was counted).
         """
         self.named.begin()
+        if self.auxiliary is not None:
+            self._begin_auxiliary(self.auxiliary, batches, step)
         weight: GlobalWeight | LocalWeight | None = None
         if type(self.task).weights is not Task.weights:
             own = LocalWeight(self.task, batches, self.data_ranks) if self.is_local else None
@@ -183,13 +186,13 @@ class TrainingStep:
         if self.pipeline is not None:
             self.on_phase(FORWARD)
             assert not isinstance(weight, LocalWeight)
-            return self.pipeline.backward(
-                batches, step, weight, self._start_gradient, self.on_first_loss, self.named
+            losses, items, expected = self.pipeline.backward(
+                batches, step, weight, self._start_gradient, self.on_first_loss, self.named, self.auxiliary
             )
+            return self._add_auxiliary(losses, items), items, expected
         if self.global_loss is not None:
             return self._backward_global(self.global_loss, batches, step)
-        losses: list[Tensor] = []
-        items: list[Tensor | float] = []
+        losses, items = [], []
         whole: Tensor | float | None = None
         for index, batch in enumerate(batches):
             self.on_phase(FORWARD)
@@ -197,7 +200,7 @@ class TrainingStep:
             with self._sync_if(index == len(batches) - 1):
                 with autocast(self.precision, self.device), self._new_buffer_pass():
                     loss, num_items = compute_weighted_loss(
-                        self.task, self.model, batch, self.on_first_loss, self.named
+                        self.task, self.model, batch, self.on_first_loss, self.named, self.auxiliary
                     )
                 if whole is None:
                     whole = (
@@ -211,7 +214,34 @@ class TrainingStep:
                     loss.backward(start)
             losses.append(loss.detach())
             items.append(num_items)
-        return losses, items, whole if isinstance(whole, float) else None
+        return self._add_auxiliary(losses, items), items, whole if isinstance(whole, float) else None
+
+    def _begin_auxiliary(self, auxiliary: AuxiliaryLoss, batches: Sequence[Batch], step: int) -> None:
+        """Begin a step with an auxiliary loss.
+
+        Its sums over all micro-batches must be known before the first backward pass.
+        """
+        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        auxiliary.begin(len(batches), self.data_ranks * scale, checks=self.on_first_loss is not None)
+        if len(batches) == 1 or self.pipeline is not None:
+            return
+        with torch.no_grad(), preserved_buffers(self.model), self._sync_if(False):
+            for index, batch in enumerate(batches):
+                self.on_phase(FORWARD)
+                self._seed_model(step, index)
+                with autocast(self.precision, self.device), self._new_buffer_pass():
+                    auxiliary.add(forward(self.task, self.model, batch), batch)
+        self._begin_buffers()
+
+    def _add_auxiliary(self, losses: list[Tensor], items: list[Tensor | float]) -> list[Tensor]:
+        """Return the losses × items of micro-batches with the auxiliary loss added, and report it."""
+        if self.auxiliary is None or not losses:
+            return losses
+        self.auxiliary.check_names(self.named.names or frozenset())
+        return [
+            loss + self.auxiliary.report(self.named, num_items)
+            for loss, num_items in zip(losses, items, strict=True)
+        ]
 
     def _backward_global(
         self, global_loss: GlobalLoss, batches: Sequence[Batch], step: int
@@ -236,8 +266,7 @@ class TrainingStep:
         if len(batches) > 1:
             with torch.no_grad(), preserved_buffers(self.model), self._sync_if(False):
                 outputs = [forward_(index) for index in indices]
-            if self.buffers is not None:  # the second passes count
-                self.buffers.begin()
+            self._begin_buffers()
             loss, gradients = differentiate(outputs)
         for index in indices:
             with self._sync_if(index == indices[-1]):
@@ -251,6 +280,11 @@ class TrainingStep:
                     torch.autograd.backward(*find_gradients(output, gradients[index]))
         samples = float(global_loss.shares.own * len(batches))
         return [loss * samples], [samples], None
+
+    def _begin_buffers(self) -> None:
+        """Count the next pass as the first one of a step."""
+        if self.buffers is not None:
+            self.buffers.begin()
 
     def _new_buffer_pass(self) -> contextlib.AbstractContextManager[None]:
         return self.buffers.new_pass() if self.buffers is not None else contextlib.nullcontext()

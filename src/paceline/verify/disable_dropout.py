@@ -40,7 +40,16 @@ def disable_dropout(
         with context or nullcontext():
             return task.global_loss(output, batch)
 
+    def batch_sums(output: Any, batch: Any) -> Any:
+        with context or nullcontext():
+            return task.batch_sums(output, batch)
+
+    def auxiliary_loss(sums: Any) -> Any:
+        with context or nullcontext():
+            return task.auxiliary_loss(sums)
+
     methods = {"model": model, "dataset": dataset, "loss": loss, "global_loss": global_loss}
+    methods |= {"batch_sums": batch_sums, "auxiliary_loss": auxiliary_loss}
     for name, method in methods.items():
         object.__setattr__(wrapped, name, method)  # tasks are frozen
     return wrapped

@@ -13,6 +13,7 @@ from paceline.distributed.mesh import select_data_mesh
 from paceline.distributed.places import find_places
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.errors import TaskError
+from paceline.parallel.auxiliary_loss import AuxiliaryLoss
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.compile import recompute_and_compile
 from paceline.parallel.context.apply import ContextParallel
@@ -196,10 +197,11 @@ class Pipeline:
         share_of: Callable[[Tensor, Tensor | float], Tensor],
         examine: LossInspector | None,
         named: NamedLossSums,
+        auxiliary: AuxiliaryLoss | None = None,
     ) -> tuple[list[Tensor], list[Tensor | float], float | None]:
         """Compute the gradients of all stages.
 
-        named: to which the named losses are added.
+        named: to which the named losses are added. auxiliary: whose gradients are added.
 
         Returns loss × items of each micro-batch, its items, and the expected items over all ranks. The
         lists are empty, and the last value is None, on ranks without the last stage.
@@ -222,7 +224,7 @@ class Pipeline:
             new_pass = self.buffers.new_pass(stage.index) if self.buffers is not None else nullcontext()
             with autocast(self.precision, self.rank.device), new_pass:
                 loss, own_items = compute_weighted_loss(
-                    self.task, self.model, batch, None if losses else examine, named
+                    self.task, self.model, batch, None if losses else examine, named, auxiliary
                 )
             if not whole:
                 whole.append(

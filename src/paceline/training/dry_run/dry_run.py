@@ -158,12 +158,12 @@ def _count_step(training: PreparedTraining, plan: ResolvedPlan, microbatches: li
         runs = min(RUNS_TO_COUNT if is_counted else RUNS_TO_SETTLE, plan.microbatches)
         with (
             replay_microbatches(counter, plan.microbatches, runs)
-            if are_microbatches_identical(plan)
+            if are_microbatches_identical(plan) and update.auxiliary is None  # which needs all of them
             else contextlib.nullcontext(),
             counter if is_counted else contextlib.nullcontext(),
         ):
             local = update(microbatches, step, 1.0)
-            names = sorted(update.named.names or ())
+            names = sorted(update.named.sums)
             reduce_metrics_async([local], ControlFlags(), 0.0, dist.get_world_size(), update.device, names)
     return counter.volume()
 
