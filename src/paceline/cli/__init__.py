@@ -1,5 +1,6 @@
 """The command line: one short module per command, which parses options, calls the package and prints."""
 
+import errno
 import functools
 import re
 import sys
@@ -216,7 +217,8 @@ def main() -> None:
         sys.exit(141)
     except OSError as error:
         # an error about a path is expected: a name of 300 characters, a folder without permission
-        if debug or error.filename is None:
+        is_full = error.errno == errno.ENOSPC  # paceline show … > FILE
+        if debug or (error.filename is None and not is_full):
             raise
-        print(f"paceline: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"paceline: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
