@@ -32,6 +32,8 @@ FUNCTIONS = {
     "setup": "model optimizer=None plan=None *layout=None *whole=() *unused_parameters=False",
     "spawn": "function ranks args *timeout_s=None",
     "evaluate": "run split=validation checkpoint=last *ranks=None *plan=None *batch=None *device=None",
+    "predict": "run files=() out=predictions.jsonl checkpoint=last *split=None *ranks=None *plan=None"
+    " *batch=None *device=None",
 }
 CLASSES = {
     "BufferSum",

@@ -263,6 +263,23 @@ class Task:
         """
         return {}
 
+    def predict(self, output: Any, batch: Any) -> Any:
+        """Return what `paceline predict` writes for each sample: a sequence or tensor with a value for each.
+
+        A value is text, a number, True, False, None, a tensor, or a list or dict of values. A dict of such
+        sequences is accepted too: `{"digit": output.argmax(-1), "logits": output}`. By default, the output of
+        the model is written, which must be a tensor, or tensors in a tuple, list or dict, whose first dim
+        counts the samples.
+        """
+        return output
+
+    def read_files(self, files: Sequence[Path]) -> MapDataset:
+        """Return the samples of the files that a user names for `paceline predict`, as `dataset` does.
+
+        `inputs`, `collate` and `predict` get their batches; they need no targets.
+        """
+        raise NotImplementedError
+
     def layout(self) -> Layout:
         """Return how the model may be divided over ranks; by default Paceline finds it in the model."""
         return Layout()
@@ -316,6 +333,7 @@ DRAWING = (
     "metrics",
 )  # methods of a batch, which may take an `rng`
 METHODS = frozenset(name for name in vars(Task) if not name.startswith("_"))
+AFTERWARDS = frozenset({"predict", "read_files"})  # methods that a training never calls
 
 
 _received: dict[str, Task] = {}  # tasks that another process sent to this one, by reference

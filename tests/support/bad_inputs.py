@@ -608,6 +608,14 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("evaluate no-ckpt --split train", "no complete checkpoint|paceline resume no-ckpt"),
     ("evaluate evil-metadata --split train", "step_"),
     ("evaluate torn-checkpoint-json --split train", "step_"),
+    # predict
+    ("predict nowhere", "no such run: nowhere"),
+    ("predict", "run"),
+    ("predict run", "dataset('validation') returned None|--split"),
+    ("predict run words.txt", "reads no files|read_files"),
+    ("predict run words.txt --split train", "either files or a split"),
+    ("predict run --split train -o nowhere/x.jsonl", "nowhere"),
+    ("predict run --split train --batch 0", "batch|0"),
     # export
     ("export nowhere out.safetensors", "no such run: nowhere"),
     ("export . out.safetensors", "spec.toml|run"),

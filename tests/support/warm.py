@@ -41,6 +41,7 @@ WITH_RANKS = (
     "bench",
     "profile",
     "evaluate",
+    "predict",
     "launcher",
 )
 POLL_S = 0.005

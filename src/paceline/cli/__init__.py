@@ -29,6 +29,7 @@ PANELS = {
         "train": "Train a task on any number of ranks.",
         "resume": "Continue a run from its last complete checkpoint.",
         "evaluate": "Compute loss and metrics of a checkpoint on a split, as the training does.",
+        "predict": "Write what a checkpoint predicts for each sample, a line of JSON for each.",
         "export": "Write the weights of a run to a safetensors file or a Hugging Face folder.",
     },
     "Plan": {

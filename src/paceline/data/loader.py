@@ -11,6 +11,7 @@ import math
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from paceline.distributed.rng import (
     seed_cpu_rngs,
     watch_rng_state,
 )
-from paceline.errors import DataError
+from paceline.errors import DataError, TaskError
 from paceline.plan.plan import ResolvedPlan
 from paceline.sample_rng import SampleNumbers
 from paceline.spec import Spec
@@ -307,13 +308,15 @@ def open_dataset(task: Task, split: str) -> MapDataset | None:
                 f"{type(task).__name__}.dataset('train') returned None; it must return the training samples"
             )
         return None
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(
-            f"{type(task).__name__}.dataset({split!r}) must have len() and [i], got {type(dataset).__name__}"
-        )
-    if _length(dataset, split) == 0:
-        raise DataError(f"{type(task).__name__}.dataset({split!r}) is empty")
+    _check_dataset(dataset, f"{type(task).__name__}.dataset({split!r})", split)
     return dataset
+
+
+def _check_dataset(dataset: Any, what: str, split: str) -> None:
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(f"{what} must have len() and [i], got {type(dataset).__name__}")
+    if _length(dataset, split) == 0:
+        raise DataError(f"{what} is empty")
 
 
 def open_samples(task: Task, split: str, spec: Spec, plan: ResolvedPlan | None = None) -> Samples | None:
@@ -322,8 +325,29 @@ def open_samples(task: Task, split: str, spec: Spec, plan: ResolvedPlan | None =
     plan: what divides the batches, if it is known.
     """
     dataset = open_dataset(task, split)
-    if dataset is None:
-        return None
+    return None if dataset is None else _make_samples(task, dataset, split, spec, plan)
+
+
+def open_file_samples(task: Task, files: Sequence[Path], spec: Spec, plan: ResolvedPlan) -> Samples:
+    """Return the samples of files, through the task's `read_files`. Raises DataError and TaskError."""
+    kind = type(task)
+    if kind.read_files is Task.read_files:
+        raise TaskError(
+            f"{kind.__name__} reads no files, because it has no method read_files(files); define it, "
+            "or use --split"
+        )
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"no such file: {file}")
+    with UserCode("read_files()", task.read_files, DataError):
+        dataset = task.read_files(files)
+    _check_dataset(dataset, f"{kind.__name__}.read_files()", "the files")
+    return _make_samples(task, dataset, "files", spec, plan)
+
+
+def _make_samples(
+    task: Task, dataset: MapDataset, split: str, spec: Spec, plan: ResolvedPlan | None
+) -> Samples:
     has_collate = type(task).collate is not Task.collate
     if has_collate and hasattr(dataset, "batch_of"):
         raise DataError(

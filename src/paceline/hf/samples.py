@@ -113,6 +113,20 @@ class LabelledTexts:
         return {"input_ids": text, "attention_mask": torch.ones_like(text), "labels": self.labels[index]}
 
 
+class Texts:
+    """Texts without classes. Longer texts are cut to `length` tokens."""
+
+    def __init__(self, folder: Path, texts: Sequence[str], length: int):
+        self.texts = _encode(folder, texts, length)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        text = self.texts[index].long()
+        return {"input_ids": text, "attention_mask": torch.ones_like(text)}
+
+
 def _number(label: Any, names: tuple[str, ...], file: Path) -> int:
     if isinstance(label, str) and label in names:
         return names.index(label)
@@ -137,13 +151,13 @@ def find_padding(folder: Path) -> int:
 
 def _encode(folder: Path, texts: Sequence[Any], length: int) -> list[Tensor]:
     """Return the tokens of each text, with the special tokens of the tokenizer, as int32."""
-    _allow_forks()
+    allow_forks()
     tokenizer = load_tokenizer(folder)
     numbers = tokenizer(list(texts), truncation=True, max_length=length, verbose=False)["input_ids"]
     return [torch.tensor(row, dtype=torch.int32) for row in numbers]
 
 
-def _allow_forks() -> None:
+def allow_forks() -> None:
     """Keep tokenizers from a warning about its threads in ranks and workers, which are forked."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
@@ -154,23 +168,30 @@ def read_documents(file: Path, key: str) -> Iterator[str]:
     Raises DataError.
     """
     if file.suffix not in JSON_LINES:
-        yield _read_file(file)
+        yield read_file(file)
         return
     for number, line in _read_lines(file):
         yield _read_value(line, key, f"{file}, line {number}")
 
 
-def _read_file(file: Path) -> str:
+def read_lines(file: Path, key: str) -> Iterator[str]:
+    """Yield the texts of a file: `key` of each object of JSON lines, or else each line that is not blank."""
+    for number, line in _read_lines(file):
+        yield _read_value(line, key, f"{file}, line {number}") if file.suffix in JSON_LINES else line
+
+
+def read_file(file: Path, fix: str = "specify --set data=FILE") -> str:
+    """Return the text of a file. Raises DataError, whose last words are `fix`."""
     try:
         return file.read_text("utf-8")
     except OSError as error:
-        raise DataError(f"cannot read the data {file}: {error.strerror}; specify --set data=FILE") from error
+        raise DataError(f"cannot read {file}: {error.strerror}; {fix}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"cannot read the data {file}: it is not UTF-8 text ({error.reason})") from error
+        raise DataError(f"cannot read {file}: it is not UTF-8 text ({error.reason}); {fix}") from error
 
 
 def _read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(_read_file(file).split("\n"), 1):
+    for number, line in enumerate(read_file(file).split("\n"), 1):
         if line.strip():
             yield number, line
 
@@ -213,7 +234,7 @@ def read_tokens(folder: Path, file: Path, key: str) -> Tensor:
     Each document is encoded with the special tokens of the tokenizer, and ends with its end-of-text token.
     Raises DataError and TaskError.
     """
-    _allow_forks()
+    allow_forks()
     tokenizer = load_tokenizer(folder)
     end = tokenizer.eos_token_id
     parts = []

@@ -1,7 +1,7 @@
 """The task hf:FOLDER: a Hugging Face model, trained on text files or JSON lines."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +28,10 @@ from paceline.hf.samples import (
     LabelledTexts,
     MaskedWindows,
     TextPairs,
+    Texts,
     TokenWindows,
     find_padding,
+    read_lines,
     read_tokens,
 )
 from paceline.hf.weights import FolderWeights
@@ -99,7 +101,7 @@ class HuggingFace(Task):
         check_vocabulary(folder.path, tokenizer, config.vocab_size)
         limit = _choose_length(self.length, getattr(config, "max_position_embeddings", None))
         if objective is SEQ2SEQ:
-            return TextPairs(folder.path, file, (self.text, self.target), limit, _find_start(folder, whole))
+            return TextPairs(folder.path, file, (self.text, self.target), limit, find_start(folder, whole))
         if objective is CLASSIFICATION:
             names = self.labels or _read_labels(whole)
             return LabelledTexts(folder.path, file, (self.text, self.label), limit, names)
@@ -115,12 +117,40 @@ class HuggingFace(Task):
             )
         return windows
 
+    def read_files(self, files: Sequence[Path]) -> MapDataset:
+        """Return the texts of text files (one in each line) or JSON lines, for a classifier."""
+        folder = open_folder(self.folder)
+        if self._objective is not CLASSIFICATION:
+            raise TaskError(
+                f"a {self._objective.what} predicts no files; use --split, or paceline generate for texts"
+            )
+        limit = _choose_length(
+            self.length, getattr(folder.read_config().get_text_config(), "max_position_embeddings", None)
+        )
+        return Texts(folder.path, [text for file in files for text in read_lines(file, self.text)], limit)
+
+    def predict(self, output: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
+        """Return the class of each text and the probabilities of all.
+
+        Of other models, return the most likely token at each position that has a label.
+        """
+        if self._objective is not CLASSIFICATION:
+            best, has_label = output.logits.argmax(-1), batch["labels"] != IGNORED
+            return {"tokens": [row[chosen].tolist() for row, chosen in zip(best, has_label, strict=True)]}
+        names = self.labels or _read_labels(open_folder(self.folder).read_config())
+        return {
+            "label": [names[number] for number in output.logits.argmax(-1).tolist()],
+            "scores": [
+                dict(zip(names, row, strict=True)) for row in output.logits.double().softmax(-1).tolist()
+            ],
+        }
+
     def collate(self, samples: list[dict[str, Tensor]]) -> Any:
         if not self._objective.is_padded:
             return super().collate(samples)
         padding = find_padding(open_folder(self.folder).path)
         values = {"labels": IGNORED, "attention_mask": 0}
-        if not samples[0]["labels"].dim():  # classes, which are not padded
+        if "labels" in samples[0] and not samples[0]["labels"].dim():  # classes, which are not padded
             classes = torch.stack([sample["labels"] for sample in samples])
             samples = [{key: value for key, value in sample.items() if key != "labels"} for sample in samples]
             return {**self._pad(samples, values, padding), "labels": classes}
@@ -246,7 +276,7 @@ def _read_labels(config: Any) -> tuple[str, ...]:
     return tuple(config.id2label[number] for number in sorted(config.id2label))
 
 
-def _find_start(folder: ModelFolder, config: Any) -> int:
+def find_start(folder: ModelFolder, config: Any) -> int:
     """Return the token with which a decoder starts. Raises TaskError."""
     start = getattr(config, "decoder_start_token_id", None)
     if not isinstance(start, int):

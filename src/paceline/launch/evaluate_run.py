@@ -12,7 +12,7 @@ from paceline.errors import LaunchError
 from paceline.run import RunFolder, open_run
 
 if TYPE_CHECKING:
-    from paceline.training.evaluate_checkpoint import Evaluation, EvaluationRequest
+    from paceline.training.evaluate_checkpoint import CheckpointRequest, Evaluation
 
 MAX_S = 14 * 86400.0  # that ranks of this machine may take; a rank that ends is noticed at once
 
@@ -50,45 +50,46 @@ def evaluate(
     process fails.
     """
     world = read_world()
-    request, num_ranks = _read_request(
-        run if isinstance(run, RunFolder) else open_run(Path(run)),
-        split,
+    request, num_ranks = read_request(
+        run,
         str(checkpoint),
         {"ranks": ranks, "plan": plan, "batch": batch, "device": device},
         world,
     )
-    from paceline.training.evaluate_checkpoint import evaluate_checkpoint
-
     if world.launcher is not None or num_ranks == 1:
-        return evaluate_checkpoint(request, world)
+        from paceline.training.evaluate_checkpoint import evaluate_checkpoint
+
+        return evaluate_checkpoint(request, split, world)
     from paceline.launch.rank_pool import Ranks
     from paceline.launch.sent_task import pack_task
 
     task = tasks.load_task(request.spec.task, request.spec.set)
     content = pack_task(task, request.spec.task) if type(task).__module__ == "__main__" else None
     with Ranks(num_ranks) as pool:
-        result: Evaluation = pool(_evaluate_on_rank, request, content, timeout_s=MAX_S)[0]
+        result: Evaluation = pool(_evaluate_on_rank, request, split, content, timeout_s=MAX_S)[0]
         return result
 
 
-def _evaluate_on_rank(request: EvaluationRequest, sent: bytes | None) -> Evaluation:
+def _evaluate_on_rank(request: CheckpointRequest, split: str, sent: bytes | None) -> Evaluation:
     from paceline.launch.sent_task import unpack_task
     from paceline.training.evaluate_checkpoint import evaluate_checkpoint
 
     if sent is not None:
         unpack_task(sent)
-    return evaluate_checkpoint(request, read_world())
+    return evaluate_checkpoint(request, split, read_world())
 
 
-def _read_request(
-    run: RunFolder, split: str, checkpoint: str, options: dict[str, Any], world: World
-) -> tuple[EvaluationRequest, int]:
-    """Return the request and the number of its ranks.
+def read_request(
+    run: RunFolder | Path | str, checkpoint: str, options: dict[str, Any], world: World
+) -> tuple[CheckpointRequest, int]:
+    """Return the request of a checkpoint of a run and the number of its ranks.
 
-    options: keys of the request that may change; None: as in the run. Raises an Error before ranks start.
+    options: keys of the request that may change, with at least "ranks" and "plan"; None: as in the run.
+    Raises an Error before ranks start.
     """
-    from paceline.training.evaluate_checkpoint import EvaluationRequest, choose_plan_text, select_checkpoints
+    from paceline.training.evaluate_checkpoint import CheckpointRequest, choose_plan_text, select_checkpoints
 
+    run = run if isinstance(run, RunFolder) else open_run(Path(run))
     before = specs.load_own(run.spec, {})[1]
     overrides = {key: value for key, value in options.items() if value is not None}
     spec, launch = specs.load_own(run.spec, overrides)
@@ -98,11 +99,11 @@ def _read_request(
         )
     if world.launcher is None and options["ranks"] is None and before.nodes > 1:
         raise LaunchError(
-            f"{run.path} was trained on {before.nodes} nodes, and evaluate starts ranks on this machine "
+            f"{run.path} was trained on {before.nodes} nodes, and this command starts ranks on this machine "
             "only; add --ranks, or start it with srun or torchrun"
         )
     ranks = world.size if world.launcher is not None else launch.ranks or 1
     launch = launch.model_copy(update={"ranks": ranks, "nodes": 1, "least_nodes": None})
     steps = select_checkpoints(run, checkpoint, spec.save.best)
     plan = choose_plan_text(spec, before, launch, options["plan"])
-    return EvaluationRequest(run, spec, split, steps, plan, launch.device), ranks
+    return CheckpointRequest(run, spec, steps, plan, launch.device), ranks

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from paceline import task as tasks
@@ -32,7 +34,7 @@ from paceline.training.checkpoint import save as checkpoints
 from paceline.training.checkpoint.identity import describe_changes, describe_identity
 from paceline.training.evaluate import evaluate
 from paceline.training.init.deferred_init import fill_
-from paceline.training.model_analysis import analyze_model
+from paceline.training.model_analysis import ModelAnalysis, analyze_model
 from paceline.training.rank_checks import check_ranks
 from paceline.training.replan import replan
 from paceline.training.setup import PreparedTraining, build_training
@@ -68,17 +70,16 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class EvaluationRequest:
-    """What to evaluate, and under which plan. The same on all ranks.
+class CheckpointRequest:
+    """Which checkpoint to load, and under which plan. The same on all ranks.
 
     spec    request of the run; its batch is that of the evaluation
-    steps   steps of the checkpoints that may be evaluated; the last complete one is
+    steps   steps of the checkpoints that may be loaded; the last complete one is
     plan    text of the plan, or "auto"
     """
 
     run: RunFolder
     spec: Spec
-    split: str
     steps: Sequence[int]
     plan: str
     device: str | None
@@ -133,10 +134,11 @@ def choose_plan_text(spec: Spec, before: Launch, launch: Launch, requested: str 
     return (before.plan if launch.ranks == before.ranks else replan(spec, before, launch).plan) or default
 
 
-def evaluate_checkpoint(request: EvaluationRequest, world: World) -> Evaluation:
-    """Evaluate on this rank, and return the same metrics on all ranks. A collective.
+@contextlib.contextmanager
+def connected(request: CheckpointRequest, world: World) -> Iterator[tuple[Task, torch.device]]:
+    """Connect the ranks that use a checkpoint in this context. Yields the task of the run and the device.
 
-    Raises DataError if the task has no such split, PlanError, TaskError and CheckpointError.
+    Settings and threads are those of the training, so that sums round the same.
     """
     spec, run = request.spec, request.run
     task = tasks.load_task(spec.task, spec.set)
@@ -145,47 +147,59 @@ def evaluate_checkpoint(request: EvaluationRequest, world: World) -> Evaluation:
     meeting_place = run.path.absolute().parent
     with torch_settings(spec, world), process_group(world, device, spec.timeout_s, meeting_place):
         set_collective_timeout(start_timeout_s(spec.timeout_s))
-        set_free_threads(spec, world, run, device)  # as in the training, so that sums round the same
-        plan = _agree_on_plan(request, task, world)
-        resolved = plan.resolve(world.size)
-        samples = open_samples(task, request.split, spec, resolved)
-        if samples is None:
-            raise DataError(
-                f"{type(task).__name__}.dataset({request.split!r}) returned None: the task has no such "
-                "split; name another with --split, or return its samples"
-            )
-        check_ranks(task, world, {request.split: samples.count})
+        set_free_threads(spec, world, run, device)
         try:
-            prepared, path, index, notes = _load(request, task, resolved, world, samples)
-            began = time.perf_counter()
-            with prepared.whole_model():
-                metrics = evaluate(
-                    prepared.step,
-                    samples,
-                    spec.batch,
-                    workers_per_rank(world.local_size, device, spec.data.workers),
-                    spec.data.prefetch,
-                    prepared.group,
-                )
-            assert metrics is not None  # nothing asks to stop
-            release(prepared.step.model)
+            yield task, device
         finally:
             mesh.destroy_meshes()
+
+
+def evaluate_checkpoint(request: CheckpointRequest, split: str, world: World) -> Evaluation:
+    """Evaluate a split on this rank, and return the same metrics on all ranks. A collective.
+
+    Raises DataError if the task has no such split, PlanError, TaskError and CheckpointError.
+    """
+    spec = request.spec
+    with connected(request, world) as (task, device):
+        plan = agree_on_plan(request, task, world)
+        resolved = plan.resolve(world.size)
+        samples = open_samples(task, split, spec, resolved)
+        if samples is None:
+            raise DataError(
+                f"{type(task).__name__}.dataset({split!r}) returned None: the task has no such "
+                "split; name another with --split, or return its samples"
+            )
+        check_ranks(task, world, {split: samples.count})
+        loaded = load_checkpoint(request, task, resolved, world, samples)
+        prepared = loaded.prepared
+        began = time.perf_counter()
+        with prepared.whole_model():
+            metrics = evaluate(
+                prepared.step,
+                samples,
+                spec.batch,
+                workers_per_rank(world.local_size, device, spec.data.workers),
+                spec.data.prefetch,
+                prepared.group,
+            )
+        assert metrics is not None  # nothing asks to stop
+        release(prepared.step.model)
     return Evaluation(
-        split=request.split,
+        split=split,
         samples=samples.count,
-        checkpoint=str(path),
-        step=index.step,
+        checkpoint=str(loaded.path),
+        step=loaded.step,
         plan=str(plan),
         ranks=world.size,
         batch=spec.batch,
         metrics=metrics,
         seconds=time.perf_counter() - began,
-        notes=notes,
+        notes=loaded.notes,
     )
 
 
-def _agree_on_plan(request: EvaluationRequest, task: Task, world: World) -> Plan:
+def agree_on_plan(request: CheckpointRequest, task: Task, world: World) -> Plan:
+    """Return the plan of a request; all ranks choose the same if it is "auto"."""
     if request.plan != AUTO:
         return parse(request.plan)
     from paceline.training.auto_plan import broadcast_choice
@@ -193,23 +207,45 @@ def _agree_on_plan(request: EvaluationRequest, task: Task, world: World) -> Plan
     return broadcast_choice(request.spec, task, world, request.device).plan
 
 
-def _load(
-    request: EvaluationRequest, task: Task, plan: ResolvedPlan, world: World, samples: Samples
-) -> tuple[PreparedTraining, Path, checkpoints.Index, tuple[str, ...]]:
-    """Return the model under a plan with the weights of a checkpoint, its path, its index, and notes."""
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """The model of a checkpoint under a plan.
+
+    notes: damaged checkpoints that were skipped, and what changed since the checkpoint was made.
+    """
+
+    prepared: PreparedTraining
+    path: Path
+    step: int
+    notes: tuple[str, ...]
+
+
+def load_checkpoint(
+    request: CheckpointRequest,
+    task: Task,
+    plan: ResolvedPlan,
+    world: World,
+    samples: Samples,
+    adapt: Callable[[ModelAnalysis], ModelAnalysis] = lambda analysis: analysis,
+) -> LoadedCheckpoint:
+    """Return the model of a checkpoint. A collective.
+
+    samples: from which the analysis of the model takes a batch. adapt: changes this analysis.
+    Raises PlanError, TaskError and CheckpointError.
+    """
     run, device = request.run, choose_device(world, request.device)
     steps = [request.steps]
     if world.size > 1:  # a training that runs meanwhile may save and delete checkpoints
         dist.broadcast_object_list(steps, src=0)
     path, index, notes = checkpoints.find_last_complete(run, world.rank, world.size, steps[0])
     if path is None or index is None:
-        raise CheckpointError(f"{run.path} has no complete checkpoint to evaluate: {'; '.join(notes)}")
+        raise CheckpointError(f"{run.path} has no complete checkpoint to load: {'; '.join(notes)}")
     # Evaluation divides any batch among the ranks; the analysis of the model needs a batch of a training,
     # with two samples in each part because of BatchNorm.
     parts = plan.dp * plan.microbatches
     batch = parts * max(2, min(request.spec.batch, samples.count) // parts)
     spec = request.spec.model_copy(update={"batch": batch})
-    analysis = analyze_model(spec, plan, task, device, samples)
+    analysis = adapt(analyze_model(spec, plan, task, device, samples))
     # Buffers that are not in the checkpoint keep their initial values.
     fill = partial(fill_, weights=analysis.weights, device=device)
     prepared = build_training(spec, plan, world, task, device, fill_with=fill, analysis=analysis)
@@ -218,8 +254,8 @@ def _load(
     averages = prepared.operations.state()
     if not checkpoints.load_(path, prepared.model, None, group=prepared.group, averages=averages):
         prepared.operations.restart_averages()
-        notes.append(f"{path} has no averages of all these weights; its weights are evaluated")
+        notes.append(f"{path} has no averages of all these weights; its weights are used")
     identity = describe_identity(spec, task, prepared.modules, prepared.step.optimizer)
     if changes := describe_changes(index.identity, identity):
-        notes.append(f"this evaluation differs from the training at step {index.step}: {'; '.join(changes)}")
-    return prepared, path, index, tuple(notes)
+        notes.append(f"the task differs from the training at step {index.step}: {'; '.join(changes)}")
+    return LoadedCheckpoint(prepared, path, index.step, tuple(notes))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.spec import Spec
-from paceline.task import METHODS, Task, field_values
+from paceline.task import AFTERWARDS, METHODS, Task, field_values
 from paceline.training.optimizer import local_optimizer
 
 MODULES, CODE = "modules of the model", "code of "
@@ -50,7 +50,7 @@ def _sources(task: Task) -> dict[str, str]:
     (A class defined at a prompt has no source.)
     """
     methods = {}
-    for name in sorted(METHODS):
+    for name in sorted(METHODS - AFTERWARDS):
         method = getattr(type(task), name)
         if method is not getattr(Task, name):
             methods[f"{name}()"] = method
