@@ -34,6 +34,8 @@ FUNCTIONS = {
     "evaluate": "run split=validation checkpoint=last *ranks=None *plan=None *batch=None *device=None",
     "predict": "run files=() out=predictions.jsonl checkpoint=last *split=None *ranks=None *plan=None"
     " *batch=None *device=None",
+    "generate": "run prompts checkpoint=last *max_new_tokens=None *temperature=None *top_k=None *top_p=None"
+    " *beams=None *seed=0 *ranks=None *plan=None *batch=1 *device=None",
 }
 CLASSES = {
     "BufferSum",

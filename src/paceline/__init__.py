@@ -28,6 +28,7 @@ The command line starts the processes: `paceline train mine.py:Mine --ranks 4 --
     spawn          call a function on connected processes
     evaluate       the metrics of a checkpoint of a run on any split
     predict        what a checkpoint predicts for each sample of a split or of files
+    generate       the texts that the language model of a run writes
     describe       what planning knows of a model
     Task, Layout   what to train, and how its model may be split; BufferSum: how a buffer changes
     Ragged         tensors of different lengths in a batch, to be padded
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from paceline.events import Step as Step
     from paceline.launch.call_on_ranks import spawn as spawn
     from paceline.launch.evaluate_run import evaluate as evaluate
+    from paceline.launch.generate_run import generate as generate
     from paceline.launch.predict_run import predict as predict
     from paceline.launch.train_run import train as train
     from paceline.plan.plan import Plan as Plan
@@ -125,6 +127,7 @@ _PLACES = {
     "describe": "training.model_facts.describe",
     "evaluate": "launch.evaluate_run",
     "find_plans": "training.find_plans",
+    "generate": "launch.generate_run",
     "predict": "launch.predict_run",
     "setup": "training.own_loop",
     "spawn": "launch.call_on_ranks",
@@ -169,6 +172,7 @@ __all__ = [
     "describe",
     "evaluate",
     "find_plans",
+    "generate",
     "predict",
     "setup",
     "spawn",

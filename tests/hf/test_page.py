@@ -29,5 +29,17 @@ def test_programs_and_commands_of_the_page(tmp_path: Path) -> None:
         [sys.executable, "use.py"], cwd=tmp_path, env=clean_environment(), check=True, capture_output=True
     )
     assert used.stdout.decode().startswith("12 and 30 are")
+    [command] = blocks["generate"].splitlines()
+    text = succeed(*shlex.split(command)[1:], at=tmp_path).out
+    (tmp_path / "generate.py").write_text(blocks["generate.py"])
+    texts = subprocess.run(
+        [sys.executable, "generate.py"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert texts.stdout.startswith("12 and 30 are" + text.rstrip("\n"))
     trained = {path.name for path in (tmp_path / "trained").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= trained

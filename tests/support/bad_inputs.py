@@ -616,6 +616,16 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("predict run words.txt --split train", "either files or a split"),
     ("predict run --split train -o nowhere/x.jsonl", "nowhere"),
     ("predict run --split train --batch 0", "batch|0"),
+    # generate
+    ("generate nowhere hello", "no such run: nowhere"),
+    ("generate", "run"),
+    ("generate run", "specify either a prompt"),
+    ("generate run hello", "requires a run of hf:FOLDER, got task|bad.py:Small|paceline evaluate"),
+    ("generate run hello --prompts words.txt", "specify either a prompt"),
+    ("generate run --prompts nowhere.txt", "no such file of prompts: nowhere.txt"),
+    ("generate run hello -o nowhere/x.jsonl", "nowhere"),
+    ("generate run hello --top-k 0", "--top-k must be at least 1, got 0"),
+    ("generate run hello --temperature warm", "--temperature|warm"),
     # export
     ("export nowhere out.safetensors", "no such run: nowhere"),
     ("export . out.safetensors", "spec.toml|run"),

@@ -41,6 +41,7 @@ WITH_RANKS = (
     "bench",
     "profile",
     "evaluate",
+    "generate",
     "predict",
     "launcher",
 )

@@ -30,6 +30,7 @@ PANELS = {
         "resume": "Continue a run from its last complete checkpoint.",
         "evaluate": "Compute loss and metrics of a checkpoint on a split, as the training does.",
         "predict": "Write what a checkpoint predicts for each sample, a line of JSON for each.",
+        "generate": "Write texts with the language model of a run of hf:FOLDER.",
         "export": "Write the weights of a run to a safetensors file or a Hugging Face folder.",
     },
     "Plan": {

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import typer
 
@@ -44,10 +44,10 @@ def read_request(
     return specs.load(file, specs.replace_length(overrides))
 
 
-def announce_start(me: World) -> None:
-    """Print a line before PyTorch is imported, which takes seconds."""
+def announce_start(me: World, file: TextIO | None = None) -> None:
+    """Print a line before PyTorch is imported, which takes seconds. file: None: standard output."""
     if me.rank == 0 and "torch" not in sys.modules:
-        print("starting: importing PyTorch and the task", flush=True)
+        print("starting: importing PyTorch and the task", file=file, flush=True)
 
 
 def start(spec: Spec, launch: Launch, me: World, run: RunFolder | None) -> NoReturn:
