@@ -164,13 +164,14 @@ class Profiled(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
-    """An evaluation of the model on the validation split.
+    """An evaluation of the model on the validation split, and on those of `evaluate_splits`.
 
         if isinstance(event, Evaluated):
             print(event.step, event.metrics["loss"])
 
     step     the last step done
-    metrics  value of each metric by name; NaN or infinity is null in JSON
+    metrics  value of each metric by name; NaN or infinity is null in JSON. Names for splits besides
+             validation begin with the split: "test/loss"
     seconds  duration of the evaluation
     """
 
@@ -270,6 +271,11 @@ def nan_to_null(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [nan_to_null(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def describe_metric(name: str) -> str:
+    """Return the words for a metric of an evaluation: "validation loss", or with its split "test/loss"."""
+    return name if "/" in name else f"validation {name}"
 
 
 class UnknownEventError(ValueError):

@@ -312,6 +312,11 @@ class Spec(Value):
         le=MAX_INT,
         description="steps between evaluations [default: each epoch and the end]",
     )
+    evaluate_splits: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description='splits to evaluate besides "validation"; their metrics are SPLIT/NAME: test/loss',
+    )
     threads: int | None = Field(
         default=None,
         ge=1,
@@ -352,6 +357,18 @@ class Spec(Value):
                 f"max_time must be a duration such as '90m', '1h30m' or '2d', got {abbreviate(value)}"
             ) from None
         return value
+
+    @field_validator("evaluate_splits")
+    @classmethod
+    def _splits_have_names(cls, splits: tuple[str, ...]) -> tuple[str, ...]:
+        for number, split in enumerate(splits):
+            if not re.fullmatch(r"[^\s/]+", split):
+                raise ValueError(
+                    f"evaluate_splits must be names without spaces and slashes, got {abbreviate(split)}"
+                )
+            if split == "validation" or split in splits[:number]:
+                raise ValueError(f"evaluate_splits has {split!r}, which is evaluated already; leave it out")
+        return splits
 
     @model_validator(mode="before")
     @classmethod
@@ -711,6 +728,7 @@ def describe_error(error: ValidationError, known: list[str], what: str = "key") 
         return f"{what} {key} has no value; specify it with --set {key}=VALUE"
     message = first["msg"].replace("Input should be", "must be")
     message = re.sub(r"a valid dictionary( or instance of \w+)?", "a table", message)
+    message = message.replace("a valid tuple", 'a list, such as ["A","B"]')
     message = re.sub(r"a valid (?=[aeiou])", "an ", message).replace("a valid ", "a ")
     return f"{key} {message}, got {abbreviate(first['input'])}"
 

@@ -320,6 +320,12 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("bench --ranks 100000", "--ranks must be at most |got 100000"),
     ("train bad.py:Small --batch 8 --set data.workers=100000", "data.workers|1024|100000"),
     ("train bad.py:Small --batch 8 --set spec.evaluate_every=0", "evaluate_every|0"),
+    (
+        "train bad.py:Small --batch 8 --set 'spec.evaluate_splits=[\"test\"]'",
+        "evaluate_splits has 'test'|returned None",
+    ),
+    ("train bad.py:Small --batch 8 --set 'spec.evaluate_splits=[\"a/b\"]'", "evaluate_splits|a/b"),
+    ("train bad.py:Small --batch 8 --set spec.evaluate_splits=test", "must be a list, such as|test"),
     ("train bad.py:Small --batch 8 --plan ddp,microbatches=16", "microbatches=16"),
     (
         "train bad.py:Small --batch " + "9" * 400,

@@ -1,5 +1,6 @@
 """The state of a run or a job, in half a sentence."""
 
+from paceline.events import describe_metric
 from paceline.launch.slurm.client import Status
 from paceline.report.summary import Summary
 from paceline.run import RunFolder
@@ -39,7 +40,7 @@ def describe_progress(summary: Summary, best: str) -> str:
     figures = [f"loss {summary.last_loss:.4f}"] if summary.last_loss is not None else []
     if summary.metrics:
         name = best if best in summary.metrics else next(iter(summary.metrics))
-        figures.append(f"validation {name} {summary.metrics[name]:.4f}")
+        figures.append(f"{describe_metric(name)} {summary.metrics[name]:.4f}")
     if summary.samples_per_s is not None:
         figures.append(f"{format_count(summary.samples_per_s)} samples/s")
     return "".join(f", {figure}" for figure in figures)

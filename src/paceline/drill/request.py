@@ -54,6 +54,7 @@ def write_request(
         "save": save,
         "max_time": None,
         "stop": Stop(),
+        "evaluate_splits": (),
         "timeout_s": timeout_s or spec.timeout_s,
     }
     specs.save(folder / REQUEST, spec.model_copy(update=changes), launch)

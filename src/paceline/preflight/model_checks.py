@@ -45,7 +45,7 @@ def check_data(context: PreflightContext) -> Results:
     """Read the first and the last sample of each split as a training does."""
     from paceline.data.loader import FailedSample
 
-    for samples in (context.data.training, context.data.validation):
+    for samples in (context.data.training, context.data.validation, *context.data.others):
         if samples is None:
             continue
         count = samples.count

@@ -147,6 +147,13 @@ def _show_bar(console: Console) -> Iterator[Show]:
         yield show
 
 
+def build_tag(name: str) -> str:
+    """Return the tag of a metric of an evaluation. Those of steps begin with "train/"."""
+    if name.startswith("train/"):
+        return f"evaluated_{name}"
+    return name if "/" in name else f"validation/{name}"
+
+
 @contextlib.contextmanager
 def _write_scalars(folder: Path) -> Iterator[Show]:
     """Write scalars for TensorBoard, at most ten points a second so that short steps are not slowed down."""
@@ -168,7 +175,7 @@ def _write_scalars(folder: Path) -> Iterator[Show]:
                 return
         if isinstance(event, Evaluated):
             values: dict[str, float | None] = {
-                f"validation/{name}": value for name, value in event.metrics.items()
+                build_tag(name): value for name, value in event.metrics.items()
             }
         else:
             last = event.time

@@ -4,7 +4,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.events import Ended, Evaluated, Event, Failed, Noted, Profiled, Saved, Stalled, Started, Step
+from paceline.events import (
+    Ended,
+    Evaluated,
+    Event,
+    Failed,
+    Noted,
+    Profiled,
+    Saved,
+    Stalled,
+    Started,
+    Step,
+    describe_metric,
+)
 from paceline.report.summary import Summary
 from paceline.units import format_bytes, format_count, format_seconds, several
 
@@ -77,7 +89,7 @@ def build_closing_table(summary: Summary) -> RenderableType:
         losses = f" ({format_metrics(summary.losses)})" if summary.losses else ""
         table.add_row("loss", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}{losses}")
     for name, value in summary.metrics.items():
-        table.add_row(f"validation {name}", f"{value:.4f}")
+        table.add_row(describe_metric(name), f"{value:.4f}")
     median = "median"
     if summary.sampled is not None:
         median += f" of {summary.sampled:,} evenly spaced steps"

@@ -1,4 +1,4 @@
-"""Evaluation: metrics over the validation split. Each sample counts once for any number of ranks."""
+"""Evaluation: metrics over a split. Each sample counts once for any number of ranks."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ class Evaluator:
 
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation is due after `step` steps."""
-        if self.data.validation is None:
+        if not self.data.evaluated:
             return False
         if step == self.total:
             return True
@@ -58,20 +58,28 @@ class Evaluator:
 
         A collective. None if any rank was asked to stop.
         """
-        assert self.data.validation is not None
         began = time.perf_counter()
+        metrics: dict[str, float] = {}
         with self.prepared.whole_model():
-            metrics = evaluate(
-                self.prepared.step,
-                self.data.validation,
-                self.spec.batch,
-                self.workers,
-                self.spec.data.prefetch,
-                self.prepared.group,
-                stop,
-            )
-        if metrics is None:
-            return None
+            for prefix, samples in self.data.evaluated.items():
+                of_split = evaluate(
+                    self.prepared.step,
+                    samples,
+                    self.spec.batch,
+                    self.workers,
+                    self.spec.data.prefetch,
+                    self.prepared.group,
+                    stop,
+                )
+                if of_split is None:
+                    return None
+                named = {f"{prefix}{name}": value for name, value in of_split.items()}
+                if clashing := metrics.keys() & named.keys():
+                    raise TaskError(
+                        f"metrics() returned {min(clashing)!r}, which is also a metric of the split "
+                        f"{samples.split!r} of evaluate_splits; rename it"
+                    )
+                metrics |= named
         self.metrics, self.last_step = metrics, step
         return Evaluated(step=step, metrics=metrics, seconds=time.perf_counter() - began)
 

@@ -139,7 +139,7 @@ def train(
         resolved = context.plan
         micro_batch_size(spec.batch, resolved)
         data = open_data(spec, task, resolved)
-        check_stop(spec, data.validation is not None)
+        check_stop(spec, data.evaluated.keys())
         notes = (*notes, *check_ranks(task, world, data.lengths))
         notes = (*notes, *check_sample_count(data.samples, resolved, spec.batch))
         clock.mark("data")

@@ -23,7 +23,7 @@ from paceline.data.loader import (
 from paceline.distributed.dtensor import is_materialized
 from paceline.distributed.mesh import build_mesh, select_data_mesh
 from paceline.distributed.world import World
-from paceline.errors import PlanError
+from paceline.errors import DataError, PlanError
 from paceline.parallel.apply import check_elementwise, parallelize
 from paceline.parallel.auxiliary_loss import AuxiliaryLoss, has_auxiliary_loss
 from paceline.parallel.batch_norm import average_, find_running_statistics, sync_batch_norm
@@ -69,11 +69,18 @@ LOCAL_BATCH_NORM = (
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Both splits of a task."""
+    """The splits of a task that a training reads."""
 
     training: Samples
     validation: Samples | None
     samples: int  # of the training split
+    others: tuple[Samples, ...] = ()  # that are evaluated besides the validation split
+
+    @property
+    def evaluated(self) -> dict[str, Samples]:
+        """The splits that are evaluated, by the prefix of their metrics."""
+        validation = {} if self.validation is None else {"": self.validation}
+        return validation | {f"{samples.split}/": samples for samples in self.others}
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -81,6 +88,7 @@ class TrainingData:
         return {
             "train": self.samples,
             "validation": self.validation.count if self.validation is not None else 0,
+            **{samples.split: samples.count for samples in self.others},
         }
 
 
@@ -91,7 +99,18 @@ def open_data(spec: Spec, task: Task, plan: ResolvedPlan | None = None) -> Train
         training=training,
         validation=open_samples(task, "validation", spec, plan),
         samples=training.count,
+        others=tuple(_open_split(spec, task, split, plan) for split in spec.evaluate_splits),
     )
+
+
+def _open_split(spec: Spec, task: Task, split: str, plan: ResolvedPlan | None) -> Samples:
+    samples = open_samples(task, split, spec, plan)
+    if samples is None:
+        raise DataError(
+            f"evaluate_splits has {split!r}, but {type(task).__name__}.dataset({split!r}) returned None; "
+            "return its samples, or leave it out"
+        )
+    return samples
 
 
 def check_sample_count(samples: int, plan: ResolvedPlan, batch: int) -> tuple[str, ...]:

@@ -2,13 +2,14 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from paceline.errors import SpecError
+from paceline.events import describe_metric
 from paceline.spec import Spec, suggest
 
 REQUESTED, TIME_IS_OVER = 2, 1  # causes of a stop; of several, the highest is reported
@@ -42,15 +43,27 @@ def get_metric(spec: Spec) -> tuple[str, str]:
     )
 
 
-def check_stop(spec: Spec, has_validation: bool) -> None:
-    """Raise SpecError if a metric must end the training but nothing is evaluated."""
-    if spec.stop.is_active and not has_validation:
+def check_stop(spec: Spec, prefixes: Collection[str]) -> None:
+    """Raise SpecError if a metric must end the training, or choose the best checkpoint, that no split has.
+
+    prefixes: of the metrics of each evaluated split; empty for the validation split.
+    """
+    if spec.stop.is_active and not prefixes:
         name = "stop.patience" if spec.stop.patience is not None else "stop.target"
         value = spec.stop.patience if spec.stop.patience is not None else spec.stop.target
         raise SpecError(
             f"{name}={value:g} requires evaluations, but the task has no validation split; return samples "
             f"for dataset('validation'), or leave {name} out"
         )
+    if not prefixes or "" in prefixes:
+        return
+    for key, metric in (("save.best", spec.save.best), get_metric(spec)):
+        direction, name = metric.split()
+        if not name.startswith(tuple(prefixes)):
+            raise SpecError(
+                f"{key}={metric!r} is a metric of the validation split, which the task does not have; use a "
+                f"split of evaluate_splits, as in --set '{key}={direction} {next(iter(prefixes))}loss'"
+            )
 
 
 def add_evaluation(spec: Spec, state: StopState, step: int, metrics: Mapping[str, float]) -> StopState:
@@ -74,7 +87,7 @@ def explain_stop(spec: Spec, state: StopState | None, metrics: Mapping[str, floa
     score, name = read_score(metrics, metric, key), metric.split()[1]
     target = spec.stop.target
     if target is not None and score <= read_score({name: target}, metric, key):
-        return f"validation {name} {metrics[name]:.6g} reached stop.target={target:g}"
+        return f"{describe_metric(name)} {metrics[name]:.6g} reached stop.target={target:g}"
     patience = spec.stop.patience
     if patience is None or state is None or state.metric != metric or state.waited < patience:
         return None
@@ -82,7 +95,7 @@ def explain_stop(spec: Spec, state: StopState | None, metrics: Mapping[str, floa
     best = (
         f"the best was {state.best:.6g} at step {state.best_step}" if state.best is not None else "it is NaN"
     )
-    return f"validation {name} was not better in {evaluations}; {best}"
+    return f"{describe_metric(name)} was not better in {evaluations}; {best}"
 
 
 class StopPolicy:

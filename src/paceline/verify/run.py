@@ -124,6 +124,7 @@ class Verification:
                 "timeout_s": timeout_s,
                 "max_time": None,
                 "stop": Stop(),
+                "evaluate_splits": (),
                 "data": spec.data.model_copy(update={"workers": 0}),
             }
         )
