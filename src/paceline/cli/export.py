@@ -1,4 +1,4 @@
-"""paceline export: write the weights of a run to one file, or to a folder of Hugging Face."""
+"""paceline export: write the weights, the whole model or the adapters of a run."""
 
 import os
 from pathlib import Path
@@ -9,6 +9,8 @@ import typer
 from paceline.errors import CheckpointError, RunError
 from paceline.run import RunFolder, open_run
 
+PROGRAM_SUFFIXES = {"torch-export": ".pt2", "onnx": ".onnx"}
+
 
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of the run")],
@@ -17,9 +19,15 @@ def export(
         Path | None, typer.Option("--output", "-o", help="The same as FILE.", show_default=False)
     ] = None,
     format: Annotated[
-        Literal["safetensors", "hf"],
-        typer.Option(help="One file, or a folder that from_pretrained of transformers loads."),
+        Literal["safetensors", "hf", "torch-export", "onnx"],
+        typer.Option(
+            help="Weights in one file, a folder that from_pretrained of transformers loads, or the whole"
+            " model as a program of torch.export (.pt2) or ONNX (.onnx)."
+        ),
     ] = "safetensors",
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Write the adapters (LoRA) alone, to a folder for peft.")
+    ] = False,
     step: Annotated[
         int | None, typer.Option(help="Step of the checkpoint [default: the last complete checkpoint]")
     ] = None,
@@ -28,9 +36,9 @@ def export(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write the weights of a run to a safetensors file or a Hugging Face folder.
+    """Write the weights, the whole model or the adapters of a run.
 
-    In the file, parameters have the names that they have in the model.
+    In a safetensors file, parameters have the names that they have in the model.
     """
     if (file is None) == (output is None):
         given = "nothing" if file is None else f"both {file} and --output {output}"
@@ -38,7 +46,11 @@ def export(
     target = file or output
     assert target is not None
     folder = open_run(run)
-    if format == "hf":
+    if adapters:
+        _export_adapters(folder, target, format, step, ema, force)
+    elif format in PROGRAM_SUFFIXES:
+        _export_program(folder, target, format, step, ema, force)
+    elif format == "hf":
         _export_folder(folder, target, step, ema, force)
     else:
         _export_file(folder, target, step, ema, force)
@@ -75,8 +87,7 @@ def _export_folder(folder: RunFolder, out: Path, step: int | None, ema: bool, fo
     from paceline.units import format_bytes
 
     spec, _ = folder.request()
-    if force:
-        raise RunError("--force replaces files only, and --format hf writes a folder; name another folder")
+    _refuse_force(force, "--format hf")
     check_out(out)
     model = find_model(spec)
     path = _find_checkpoint(folder, step)
@@ -93,8 +104,7 @@ def _export_file(folder: RunFolder, file: Path, step: int | None, ema: bool, for
     from paceline.training.checkpoint.stored import load_weights
     from paceline.units import format_bytes, format_count
 
-    if os.path.lexists(file) and not force:
-        raise RunError(f"{file} exists already; name another file, or add --force")
+    _refuse_existing(file, force)
     check_target(file)
     path = _find_checkpoint(folder, step)
     weights = load_weights(path, ema)
@@ -108,3 +118,63 @@ def _export_file(folder: RunFolder, file: Path, step: int | None, ema: bool, for
         f"{file}: {len(weights)} tensors, {format_count(elements)} elements, "
         f"{format_bytes(file.stat().st_size)}, of {path}"
     )
+
+
+def _export_program(
+    folder: RunFolder, file: Path, format: str, step: int | None, ema: bool, force: bool
+) -> None:
+    from paceline.data.loader import open_training_samples
+    from paceline.files import check_target
+    from paceline.task import load_task
+    from paceline.training.export.model import choose_counts, load_model, read_inputs
+    from paceline.training.export.onnx import import_runtime, write_onnx
+    from paceline.training.export.program import describe_taken, export_model, run_model, write_program
+    from paceline.units import format_bytes
+
+    if file.suffix != PROGRAM_SUFFIXES[format]:
+        raise RunError(f"--format {format} writes a {PROGRAM_SUFFIXES[format]} file, got {file}; rename it")
+    _refuse_existing(file, force)
+    check_target(file)
+    if format == "onnx":
+        import_runtime()
+    spec, _ = folder.request()
+    path = _find_checkpoint(folder, step)
+    task = load_task(spec.task, spec.set)
+    model = load_model(spec, task, path, ema)
+    inputs = read_inputs(spec, task, open_training_samples(task, spec), choose_counts(spec.batch))
+    outputs = run_model(model, inputs, draws=format != "onnx")
+    program = export_model(model, inputs)
+    if format == "onnx":
+        taken = write_onnx(program, outputs, file, force)
+    else:
+        taken = write_program(program, outputs, file)
+    print(f"{file}: {type(model).__name__} of {format_bytes(file.stat().st_size)}, of {path}; checked")
+    print(describe_taken(taken))
+
+
+def _export_adapters(
+    folder: RunFolder, out: Path, format: str, step: int | None, ema: bool, force: bool
+) -> None:
+    from paceline.hf.export import check_out, find_model
+    from paceline.training.checkpoint.stored import load_weights
+    from paceline.training.export.adapters import find_base, write_adapters
+
+    if format != "safetensors":
+        raise RunError(f"--adapters writes a folder for peft, and --format {format} the model; specify one")
+    _refuse_force(force, "--adapters")
+    spec, _ = folder.request()
+    base = find_base(spec)
+    check_out(out)
+    path = _find_checkpoint(folder, step)
+    layers = write_adapters(load_weights(path, ema), find_model(spec), base, out)
+    print(f"{out}: adapters of {layers} layers of {base.path}, of {path}; checked")
+
+
+def _refuse_existing(file: Path, force: bool) -> None:
+    if os.path.lexists(file) and not force:
+        raise RunError(f"{file} exists already; name another file, or add --force")
+
+
+def _refuse_force(force: bool, option: str) -> None:
+    if force:
+        raise RunError(f"--force replaces files only, and {option} writes a folder; name another folder")

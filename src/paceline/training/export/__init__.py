@@ -1,0 +1,1 @@
+"""The whole model of a checkpoint as a program, for torch.export or ONNX; adapters alone, for peft."""
