@@ -48,6 +48,7 @@ CLASSES = {
     "Spec",
     "Task",
     "Trainer",
+    "Update",
     "World",
 }
 

@@ -63,6 +63,7 @@ def test_page_lists_each_example_and_examples_are_short():
         pytest.param("image_classification.py", "accuracy", 0.3, marks=pytest.mark.slow),
         ("lstm.py", None, None),
         pytest.param("contrastive.py", "alignment", 0.5, marks=pytest.mark.slow),
+        ("gan.py", None, None),
         pytest.param(
             "hugging_face.py", "right", -1.0, marks=pytest.mark.slow
         ),  # three processes import transformers
@@ -73,7 +74,7 @@ def test_example_task_learns(name, metric, above, folder):
         pytest.skip("transformers is not installed")
     run([*COMMANDS[name], "--run-dir", "run"], folder)
     losses = [event.loss for event in events_of_kind(folder / "run", Step)]
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.7 * losses[0] or name == "gan.py"  # the losses of adversaries need not decrease
     assert events_of_kind(folder / "run", Ended)[-1].reason == "done"
     if metric is not None:
         assert events_of_kind(folder / "run", Evaluated)[-1].metrics[metric] > above

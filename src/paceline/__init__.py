@@ -31,6 +31,7 @@ The command line starts the processes: `paceline train mine.py:Mine --ranks 4 --
     generate       the texts that the language model of a run writes
     describe       what planning knows of a model
     Task, Layout   what to train, and how its model may be split; BufferSum: how a buffer changes
+    Update         one of several optimizers of a task, with its parameters and loss
     Ragged         tensors of different lengths in a batch, to be padded
     SampleRng      random numbers that belong to the samples of a batch
     Spec, Plan     length, batch and optimizer; the layout over ranks
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from paceline.training.model_facts.describe import describe as describe
     from paceline.training.own_loop import Trainer as Trainer
     from paceline.training.own_loop import setup as setup
+    from paceline.updates import Update as Update
     from paceline.verify.verify_plan import verify_plan as verify_plan
 
 # Imported on first use: `train` needs torch, whose import takes a second.
@@ -123,6 +125,7 @@ _PLACES = {
     "Task": "task",
     "TaskError": "errors",
     "Trainer": "training.own_loop",
+    "Update": "updates",
     "World": "distributed.world",
     "describe": "training.model_facts.describe",
     "evaluate": "launch.evaluate_run",
@@ -167,6 +170,7 @@ __all__ = [
     "Task",
     "TaskError",
     "Trainer",
+    "Update",
     "World",
     "__version__",
     "describe",

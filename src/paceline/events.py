@@ -104,7 +104,8 @@ class Step(Event):
     step_s         wall time of this step in seconds, data_s included
     data_s         seconds of waiting for the batch
     samples_per_s  samples of the global batch per second
-    losses         means over the global batch of the losses that `Task.loss` returns by name
+    losses         means over the global batch of the losses that `Task.loss` returns by name, and of the loss
+                   of each update that ran if the task has `updates`; `loss` is then the sum over them
     """
 
     step: int

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from paceline.after_step import StepOperation
     from paceline.metrics import Accumulator
+    from paceline.updates import Update
 
 BUILT_IN = {
     "digits": "paceline.tasks.digits:Digits",
@@ -132,9 +133,9 @@ class Task:
             def dataset(self, split): return Points(1000, self.width) if split == "train" else None
             def loss(self, output, batch): return (output - batch[1]).square()
 
-    A subclass must define `model`, `dataset` and `loss`, or `global_loss` in place of `loss`; the other
-    methods have defaults. It is a frozen dataclass: its fields are the hyper-parameters, and `--set width=32`
-    sets them. Their types are checked.
+    A subclass must define `model`, `dataset` and `loss`, or `global_loss` or `updates` in place of `loss`;
+    the other methods have defaults. It is a frozen dataclass: its fields are the hyper-parameters, and
+    `--set width=32` sets them. Their types are checked.
 
     `inputs`, `loss`, `weights`, `batch_sums` and `metrics` may take another parameter `rng`, a `SampleRng`.
     Its random numbers are equal under every plan: `def loss(self, output, batch, rng)`.
@@ -150,7 +151,7 @@ class Task:
         super().__init_subclass__(**options)
         for name in DRAWING:
             if (method := vars(cls).get(name)) is not None and _takes_rng(method):
-                setattr(cls, name, _draw_by_sample(method, name))
+                setattr(cls, name, draw_by_sample(method, name))
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def model(self) -> nn.Module:
@@ -291,6 +292,15 @@ class Task:
         """
         return None
 
+    def updates(self) -> Sequence[Update]:
+        """Return several optimizers with the parameters and the loss of each, in the order of a step.
+
+        For GANs and for parts of a model that are trained in different ways; see `paceline.Update`. `loss` is
+        not required if each update has its own. Pipelines, `tp`, `cp`, local SGD and parameter servers refuse
+        it.
+        """
+        return ()
+
     def after_step(self) -> Sequence[StepOperation]:
         """Return operations on weights after each step, such as `[Ema(0.999)]` of `paceline.after_step`."""
         return ()
@@ -309,8 +319,11 @@ def _takes_rng(method: Any) -> bool:
     return inspect.isfunction(method) and "rng" in inspect.signature(method).parameters
 
 
-def _draw_by_sample(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the method with an `rng` for its batch, the argument before it, unless the caller passes one."""
+def draw_by_sample(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return the method with an `rng` for its batch, the argument before it, unless the caller passes one.
+
+    name: of the stream of random numbers.
+    """
     position = list(inspect.signature(method).parameters).index("rng")
 
     @functools.wraps(method)
@@ -321,6 +334,7 @@ def _draw_by_sample(method: Callable[..., Any], name: str) -> Callable[..., Any]
             kwargs["rng"] = open_stream(kwargs.get("batch", args[-1]), name)
         return method(*args, **kwargs)
 
+    vars(call)["draws_by_sample"] = True
     return call
 
 
@@ -381,7 +395,7 @@ def load_task_class(reference: str) -> type[Task]:
 def check_task_class(kind: type[Task], reference: str) -> None:
     """Raise TaskError if a class lacks methods or has unsuitable fields. `reference` names it in errors."""
     defined = {name for name in METHODS if getattr(kind, name) is not getattr(Task, name)}
-    defined_or_replaced = defined | ({"loss"} if "global_loss" in defined else set())
+    defined_or_replaced = defined | ({"loss"} if {"global_loss", "updates"} & defined else set())
     if missing := [name for name in REQUIRED if name not in defined_or_replaced]:
         raise TaskError(f"{reference} has no method {missing[0]}; a task requires {', '.join(REQUIRED)}")
     for name, hint in (
@@ -389,9 +403,12 @@ def check_task_class(kind: type[Task], reference: str) -> None:
         ("weights", "apply the weights in global_loss"),
         ("loss_weights", "apply the weights in global_loss"),
         ("auxiliary_loss", "add it in global_loss"),
+        ("updates", "give each Update a loss by item"),
     ):
         if {name, "global_loss"} <= defined:
             raise TaskError(f"{reference} defines both global_loss and {name}; {hint}")
+    if {"updates", "auxiliary_loss"} <= defined:
+        raise TaskError(f"{reference} defines both updates and auxiliary_loss; define one of them")
     for name, other in (("batch_sums", "auxiliary_loss"), ("auxiliary_loss", "batch_sums")):
         if name in defined and other not in defined:
             raise TaskError(f"{reference} defines {name} without {other}; define both")

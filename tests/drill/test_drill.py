@@ -18,7 +18,7 @@ from paceline.drill.clock import ALL, install_clock, set_clock
 from paceline.drill.compare import find_loss_difference, find_weight_difference
 from paceline.drill.faults import BY_NAME, FAULTS, choose_save_every, schedule_faults, select_faults
 from paceline.drill.inject import INJECT, FaultContext
-from paceline.drill.sample_audit import Update, audit, audit_reference, merge_ranks, parse_updates
+from paceline.drill.sample_audit import SampledUpdate, audit, audit_reference, merge_ranks, parse_updates
 from paceline.errors import SpecError
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
@@ -61,17 +61,17 @@ def test_logs_of_ranks_are_read_as_steps() -> None:
     """A trial before the first step, a nested optimizer, and an incomplete line."""
     lines = [[1, [9, 9]], [2, [0, 1]], [3, [2, 3]], [4], [5], [6, [4, 5]], [7, [6, 7]], [8], [9]]
     text = "".join(f"{json.dumps(line)}\n" for line in lines) + "[10, [8,"
-    assert parse_updates(text, 2) == [Update(4, ((0, 1), (2, 3))), Update(8, ((4, 5), (6, 7)))]
+    assert parse_updates(text, 2) == [SampledUpdate(4, ((0, 1), (2, 3))), SampledUpdate(8, ((4, 5), (6, 7)))]
 
 
 def test_steps_are_merged_from_the_ranks() -> None:
     plan = parse("tp=2,microbatches=2").resolve(4)
     first, second = (
-        [Update(1, ((0, 1), (4, 5))), Update(2, ((8, 9), (12, 13)))],
-        [Update(1, ((2, 3), (6, 7)))],
+        [SampledUpdate(1, ((0, 1), (4, 5))), SampledUpdate(2, ((8, 9), (12, 13)))],
+        [SampledUpdate(1, ((2, 3), (6, 7)))],
     )
     assert merge_ranks({0: first, 1: first[:1], 2: second, 3: second}, plan) == ([tuple(range(8)), None], [])
-    _, wrong = merge_ranks({0: first, 1: [Update(1, ((0, 2), (4, 5)))], 2: second}, plan)
+    _, wrong = merge_ranks({0: first, 1: [SampledUpdate(1, ((0, 2), (4, 5)))], 2: second}, plan)
     assert wrong == ["ranks 0 and 1 must consume the same samples, got different ones"]
 
 
@@ -80,7 +80,7 @@ def test_the_last_stage_of_a_pipeline_logs_the_samples(tmp_path: Path) -> None:
         (tmp_path / f"0-0-{rank}").write_text(f"[1, [{rank}]]\n[2]\n")
     (tmp_path / "0-1-1").write_text("[1, [7]]\n")
     assert sample_audit.read_starts(tmp_path, parse("pp=2,microbatches=1,pp_schedule=gpipe").resolve(2)) == [
-        {1: [Update(2, ((1,),))]}
+        {1: [SampledUpdate(2, ((1,),))]}
     ]
 
 

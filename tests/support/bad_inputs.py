@@ -11,7 +11,7 @@ TASKS = """
 import torch
 from torch import nn
 
-from paceline import Layout, Task
+from paceline import Layout, Task, Update
 
 
 class Points:
@@ -60,6 +60,15 @@ class Whole(Task):
 
     def global_loss(self, output, batch):
         return (output - batch[1]).square().mean()
+
+
+class Updates(Small):
+    params: str = "0.*,2.*"
+    second: str = "second"
+
+    def updates(self):
+        first, other = self.params.split(",")
+        return [Update("first", first), Update(self.second, other)]
 
 
 class BothLosses(Small):
@@ -234,6 +243,19 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("train bad.py:BalancedWhole", "global_loss and auxiliary_loss"),
     ("train bad.py:Balanced --batch 24 --ranks 2 --plan pp=2,microbatches=2", "auxiliary_loss|gpipe"),
     ("train bad.py:Balanced --batch 24 --ranks 2 --plan local-sgd,period=2", "auxiliary_loss"),
+    ("train bad.py:Updates --set params=0.*,1.*", "2.weight|no update"),
+    ("train bad.py:Updates --set params=*,5.*", "5.*|second"),
+    ("train bad.py:Updates --set params=*,2.*", "2.weight|first and second"),
+    ("train bad.py:Updates --set second=first", "first|rename"),
+    ("train bad.py:Updates --precision fp16", "fp16|updates"),
+    ("train bad.py:Updates --ranks 2 --plan tp=2 --batch 24", "tp=2|updates"),
+    ("train bad.py:Updates --ranks 2 --plan local-sgd,period=2 --batch 24", "local-sgd|updates"),
+    (
+        "train bad.py:Updates --ranks 2 --plan parameter-server,servers=1 --batch 24",
+        "parameter-server|updates",
+    ),
+    ("preflight bad.py:Updates --ranks 2 --plan pp=2 --batch 24", "pp=2|updates"),
+    ("train bad.py:Updates --set second=lr", "lr|rename"),
     ("train bad.py:Whole --batch 24 --ranks 2 --plan pp=2", "global_loss"),
     ("train bad.py:Whole --batch 24 --ranks 2 --plan local-sgd,period=2", "global_loss"),
     ("train bad.py:Whole --batch 24 --ranks 2 --plan parameter-server,servers=1", "global_loss"),

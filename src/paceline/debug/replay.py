@@ -30,9 +30,12 @@ from paceline.run import RunFolder
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.checkpoint.save import Index, check_same_model, load_, read_index, verify_files
-from paceline.training.optimizer import combine_norms, compute_lr_factor
+from paceline.training.optimizer import compute_lr_factor
 from paceline.training.setup import PreparedTraining, TrainingData, build_training, open_data
+from paceline.training.step import TrainingStep
+from paceline.training.step_metrics import ControlFlags, StepMetrics, reduce_metrics_async
 from paceline.training.torch_settings import torch_settings
+from paceline.training.update_sequence import UpdateSequence
 from paceline.user_code import is_user_file, relative_path
 
 FAILED_OPERATION = re.compile(r"Function '(\w+?)Backward\d*' returned nan values")
@@ -67,9 +70,9 @@ class ReplayedStep:
     begin      step of the checkpoint from which the replay began; 0: the initial weights
     indices    index of each sample in dataset("train"), by micro-batch
     loss       mean over the batch; None if --anomaly found an operation that failed before
-    losses     means of the losses that loss() returns by name
+    losses     means of the losses that loss() returns by name, and of the loss of each update of `updates`
     grad_norm  norm of the whole gradient before clipping
-    lr         learning rate of the update
+    lr         learning rate of the update, or of the first of several
     gradients  by module, in the order of the model
     run_loss, run_grad_norm  the values of the run, if its events have this step
     findings   what is not finite, the first cause first
@@ -167,7 +170,7 @@ def _load_before(
             continue
         check_same_model(path, index, spec.task, spec.set, prepared.model)
         _check_order(path, index, spec, data)
-        load_(path, prepared.model, prepared.step.optimizer)
+        load_(path, prepared.model, prepared.optimizers)
         scale = prepared.step.loss_scale
         if scale is not None and index.loss_scale is not None:
             scale.scale, scale.good_steps = index.loss_scale["scale"], int(index.loss_scale["good_steps"])
@@ -195,10 +198,17 @@ class _Replay:
         microbatches: int,
         table: StepTable,
     ):
-        self.spec, self.task, self.data, self.prepared, self.table = spec, task, data, prepared, table
+        self.spec, self.data, self.prepared, self.table = spec, data, prepared, table
         self.part = RankBatchSlice(spec.batch, microbatches, 0, 1)
         self.total = spec.total_steps(data.samples)
         self.schedule = spec.schedule.in_samples(spec.batch, data.samples)
+        update = prepared.update
+        assert isinstance(update, TrainingStep | UpdateSequence)
+        self.update = update
+        self.tasks = [task]
+        if isinstance(update, UpdateSequence):
+            update.set_length(spec.batch, data.samples, self.total * spec.batch)
+            self.tasks = [of_pass.steps[0].task for of_pass in update.passes]
 
     def run(
         self, begin: int, step: int, notes: tuple[str, ...], anomaly: bool, debugger: bool
@@ -207,8 +217,7 @@ class _Replay:
         last = parts[-self.part.microbatches :]
         gradients: list[ModuleGradient] = []
         findings: list[str] = []
-        losses: dict[str, float] = {}
-        loss = norm = None
+        metrics: StepMetrics | None = None
         source = batches(
             self.data.training,
             parts,
@@ -223,31 +232,29 @@ class _Replay:
                 is_last = done == step - 1
                 with contextlib.ExitStack() as stack:
                     if is_last:
-                        self.prepared.step.observe = self._observe(gradients)
-                        if debugger:
-                            stack.enter_context(_debug_loss(self.task))
+                        self.update.observe = self._observe(gradients)
+                        for task in self.tasks if debugger else ():
+                            stack.enter_context(_debug_loss(task))
                         if anomaly:
                             stack.enter_context(_find_anomalies(self.prepared.model, findings))
-                    stats = self.prepared.step(micro_batches, done, self._lr_factor(done))
+                    stats = self.update(micro_batches, done, self._lr_factor(done))
                     if is_last:
-                        loss = float(stats.loss) / float(stats.items)
-                        named = stats.named or {}
-                        losses = {name: float(total) / float(stats.items) for name, total in named.items()}
-                        norm = stats.norm
-        whole = None
-        if norm is not None:
-            whole = float(
-                norm if isinstance(norm, Tensor) else combine_norms(norm, self.prepared.step.device)
-            )
+                        names = {name: list(part.named or ()) for name, part in stats.by_pass().items()}
+                        reduced = reduce_metrics_async(
+                            [stats], ControlFlags(), 0.0, 1, self.update.device, names
+                        ).result()
+                        [metrics] = reduced.steps
         run_loss, run_norm = self._values_of_run(step)
         return ReplayedStep(
             step=step,
             begin=begin,
             indices=tuple(tuple(indices) for _, indices in last),
-            loss=loss,
-            losses=losses,
-            grad_norm=whole,
-            lr=self.prepared.step.base_lrs[0] * self._lr_factor(step - 1),
+            loss=metrics.loss if metrics is not None else None,
+            losses=metrics.losses if metrics is not None else {},
+            grad_norm=metrics.grad_norm if metrics is not None else None,
+            lr=self.update.lr_at(step - 1, self._lr_factor(step - 1))
+            if isinstance(self.update, UpdateSequence)
+            else self.update.base_lrs[0] * self._lr_factor(step - 1),
             gradients=tuple(gradients),
             run_loss=run_loss,
             run_grad_norm=run_norm,
@@ -303,7 +310,7 @@ class _LossDebugger(pdb.Pdb):
 def _debug_loss(task: Task) -> Iterator[None]:
     """Start pdb at each call of loss() or global_loss(). Raises DebuggerLeft when the user quits."""
     method = "global_loss" if has_global_loss(task) else "loss"
-    original = getattr(task, method)
+    original, own = getattr(task, method), vars(task).get(method)
 
     def loss(output: Any, batch: Any) -> Any:
         debugger = _LossDebugger(nosigint=True)
@@ -317,6 +324,8 @@ def _debug_loss(task: Task) -> Iterator[None]:
         yield
     finally:
         object.__delattr__(task, method)
+        if own is not None:  # the loss of an update
+            object.__setattr__(task, method, own)
 
 
 @contextlib.contextmanager

@@ -15,19 +15,19 @@ Indices = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Update:
+class SampledUpdate:
     """An update of the weights on one rank."""
 
     time: float  # of the monotonic clock, which all processes of a machine share
     batches: tuple[Indices, ...]  # samples of its micro-batches
 
 
-Start = Mapping[int, Sequence[Update]]  # rank -> its updates, for the ranks that compute the loss
+Start = Mapping[int, Sequence[SampledUpdate]]  # rank -> its updates, for the ranks that compute the loss
 
 
 def read_starts(folder: Path, plan: ResolvedPlan) -> list[Start]:
     """Return the starts in order, without those that reached no update."""
-    starts: dict[tuple[int, int], dict[int, list[Update]]] = {}
+    starts: dict[tuple[int, int], dict[int, list[SampledUpdate]]] = {}
     for path in folder.iterdir():
         command, restart, rank = map(int, path.name.split("-"))
         if plan.place(rank).pp == plan.loss_pp_rank and (
@@ -37,11 +37,11 @@ def read_starts(folder: Path, plan: ResolvedPlan) -> list[Start]:
     return [starts[key] for key in sorted(starts)]
 
 
-def parse_updates(text: str, microbatches: int) -> list[Update]:
+def parse_updates(text: str, microbatches: int) -> list[SampledUpdate]:
     """Return the updates of one rank.
 
     A rank may try out the loss before its first step: only the last `microbatches` batches count there."""
-    updates: list[Update] = []
+    updates: list[SampledUpdate] = []
     batches: list[Indices] = []
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n"):
@@ -50,7 +50,7 @@ def parse_updates(text: str, microbatches: int) -> list[Update]:
         if indices:
             batches.append(tuple(indices[0]))
         elif batches:  # a nested optimizer updates first, then the outer optimizer without new batches
-            updates.append(Update(time, tuple(batches if updates else batches[-microbatches:])))
+            updates.append(SampledUpdate(time, tuple(batches if updates else batches[-microbatches:])))
             batches = []
     return updates
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from paceline.task import Task
 from paceline.user_code import UserCode
 
 NamedLosses = dict[str, Tensor]
+Value = TypeVar("Value")
 REPORTED = ("loss", "grad_norm", "lr", "samples_per_s")  # what a step reports under these names
 
 
@@ -125,6 +126,16 @@ def _means(named: NamedLosses, weights: Tensor | None) -> NamedLosses:
     total = weights.sum()
     total = torch.where(total > 0, total, 1.0)  # if all weights are 0, the mean is 0 too
     return {name: (value * weights).sum() / total for name, value in named.items()}
+
+
+def name_losses(update: str, loss: Value, named: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the losses that a pass reports beside the whole loss, by name: `critic`, `critic.real`.
+
+    update: its name; "": the pass of the task's own loss, whose named losses keep their names.
+    """
+    if not update:
+        return dict(named)
+    return {update: loss, **{f"{update}.{name}": value for name, value in named.items()}}
 
 
 class NamedLossSums:

@@ -117,6 +117,11 @@ def check_reduced_buffers(task: Task, plan: ResolvedPlan, model: nn.Module, comp
             "its ranks update their weights separately; use single, ddp, zero1 to zero3, hsdp, tp or pp, or "
             "declare 'none'"
         )
+    if type(task).updates is not Task.updates and plan.data_ranks * plan.microbatches > 1:
+        raise PlanError(
+            f"plan {plan} cannot combine the changes of buffer {combined[0]!r} as layout() declares, because "
+            "updates() runs several passes in a step; use single, or declare 'none'"
+        )
     is_repeated = compiles and plan.recompute == "selective"
     divided = [
         *(["cp runs blocks on slices of the sequence"] if plan.cp > 1 else []),

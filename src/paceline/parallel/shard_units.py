@@ -1,6 +1,6 @@
 """Modules that `fully_shard` may gather separately: their parameters are used only while they run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,24 +26,26 @@ class ShardUnits:
     all_used: bool  # whether one pass is known to use every parameter
 
 
-def find_shard_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> ShardUnits:
+def find_shard_units(model: nn.Module, tasks: Sequence[Task], batch: Batch, seed: int) -> ShardUnits:
     """Return the units of `model`, which is on the meta device: its blocks, or modules inside of them.
 
     A call may enter a block through one of its submodules. Its units are then the largest submodules that are
-    always entered as a whole. A model that reads values, and so cannot run here, is assumed to enter its
-    blocks as a whole.
+    always entered as a whole. tasks: of the passes of a step. A model that reads values, and so cannot run
+    here, is assumed to enter its blocks as a whole.
     """
     from paceline.parallel.forward import call_model
 
     running: dict[Slot, set[int]] = {}
     try:
         with (
-            UserCode("the forward pass without values", task.model),
+            UserCode("the forward pass without values", tasks[0].model),
             seeded_rngs(seed),
             fake_parameters(model) as imagine,
         ):
             inputs = imagine(batch)
-            running = _find_modules_running_at_uses(model, lambda: call_model(task, model, inputs))
+            running = _find_modules_running_at_uses(
+                model, lambda: [call_model(task, model, inputs) for task in tasks]
+            )
     except Exception:  # the user's code fails on tensors without values
         running = {}
     names = {id(module): name for name, module in model.named_modules()}
@@ -51,7 +53,7 @@ def find_shard_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> S
         model,
         [
             module
-            for unit in find_blocks(model, read_layout(task))
+            for unit in find_blocks(model, read_layout(tasks[0]))
             for module in _split_unless_entered(unit, running)
         ],
     )
@@ -63,7 +65,8 @@ def find_shard_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> S
         index = min((order[slot] for slot in _list_slots(module) if slot in order), default=index)
         first_uses[id(module)] = index
     units.sort(key=lambda module: first_uses[id(module)])
-    return ShardUnits(tuple(names[id(module)] for module in units), slots <= running.keys())
+    all_used = len(tasks) == 1 and slots <= running.keys()
+    return ShardUnits(tuple(names[id(module)] for module in units), all_used)
 
 
 def _split_unless_entered(module: nn.Module, running: dict[Slot, set[int]]) -> list[nn.Module]:

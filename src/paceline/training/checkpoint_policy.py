@@ -114,7 +114,7 @@ class CheckpointPolicy:
             loss_scale=dataclasses.asdict(loss_scale) if loss_scale is not None else None,
             metrics=metrics,
             stop=stop if self.spec.stop.is_active else None,
-            identity=describe_identity(self.spec, context.task, prepared.modules, prepared.step.optimizer),
+            identity=describe_identity(self.spec, context.task, prepared.modules, prepared.optimizers),
             **checkpoint.describe_model(prepared.model),
         )
         self.saver.start(index, state, rank_state, checkpoint.find_buffers(prepared.model))

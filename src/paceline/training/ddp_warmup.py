@@ -46,14 +46,16 @@ def _warm_up(step: TrainingStep, model: DistributedDataParallel, batch: Batch) -
         else:
             loss = _surrogate_loss(step.global_loss, forward(step.task, model, batch), batch)
     reached = find_reached_parameters(loss)
+    trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     all_reached = torch.tensor(
-        all(id(parameter) in reached for parameter in step.params), dtype=torch.int32, device=step.device
+        all(id(parameter) in reached for parameter in trained), dtype=torch.int32, device=step.device
     )
     dist.all_reduce(all_reached, dist.ReduceOp.MIN)
     if all_reached.item():
         with UserCode("the backward pass", step.task.loss):
             loss.backward()
-        step.optimizer.zero_grad(set_to_none=True)
+        for parameter in trained:
+            parameter.grad = None
     else:
         whole = model.module
         del loss

@@ -17,9 +17,9 @@ from paceline.events import Evaluated
 from paceline.metrics import Accumulator
 from paceline.parallel.auxiliary_loss import compute_auxiliary_loss, has_auxiliary_loss
 from paceline.parallel.batch_sums import SumsOfParts, read_sums
-from paceline.parallel.forward import ELSEWHERE, autocast, read_weights, weighted_sum
+from paceline.parallel.forward import ELSEWHERE, autocast, forward, read_weights, weighted_sum
 from paceline.parallel.global_loss import gather_splits
-from paceline.parallel.named_losses import NamedLosses, combine_losses
+from paceline.parallel.named_losses import NamedLosses, combine_losses, name_losses
 from paceline.sample_rng import number_samples
 from paceline.spec import Spec
 from paceline.task import Task
@@ -135,7 +135,7 @@ def evaluate(
                 if output is ELSEWHERE:
                     continue
                 values = _compute_values(update, output, data, [len(part[at]) for part in parts_by_rank])
-                pairs = _weighted_sums(update.task, values, data, len(numbers) or 1)
+                pairs = _weighted_sums(update, values, data, len(numbers) or 1)
                 is_counted = bool(numbers) and update.counts
                 if has_auxiliary_loss(update.task):
                     with autocast(update.precision, update.device):
@@ -155,6 +155,8 @@ def evaluate(
         update.model.train()
     if update.pipeline is not None:
         update.pipeline.reshard()
+    if update.inner is not None:
+        update.inner.end()
     if agreement.is_stopping:
         return None
     if update.pipeline is not None:
@@ -167,6 +169,8 @@ def evaluate(
     metrics = {name: total / count for name, (total, count) in zip(means, table.tolist(), strict=True)}
     if has_auxiliary_loss(update.task):
         metrics = _add_auxiliary_loss(update, metrics, sample_sums, group)
+    if update.name:  # the task has no loss but those of its updates
+        metrics = {"loss": sum(metrics[name] for name in (update.name, *update.other_updates))} | metrics
     if len(means) == len(names):
         return metrics
     finished = accumulated.finish(update.plan, dist.get_rank(group), group)
@@ -190,21 +194,20 @@ def _compute_values(
             # Each sample has the loss of its batch.
             values: dict[str, Tensor | Accumulator] = {"loss": loss.expand(counts[update.place.dp] or 1)}
         else:
-            with UserCode("loss()", task.loss):
-                result: Any = task.loss(output, data)
-            named: NamedLosses = {}
-            if isinstance(result, Mapping):
-                result, named = combine_losses(task, result, data, read_weights(task, data))
-            values = {"loss": result, **named}
+            values = _compute_losses(task, update.name, output, data)
+        for name, other in update.other_updates.items():
+            losses = _compute_losses(other, name, forward(other, update.model, data), data)
+            if clashing := values.keys() & losses.keys():
+                raise TaskError(f"two losses are named {min(clashing)!r}; rename one of them")
+            values |= losses
         with UserCode("metrics()", task.metrics):
             metrics = task.metrics(output, data)
         if not isinstance(metrics, Mapping):
             raise TaskError(f"metrics() must return a dict of tensors, got {type(metrics).__name__}")
-    if not isinstance(values["loss"], Tensor):
-        raise TaskError(f"loss() must return a tensor, got {type(values['loss']).__name__}")
     for name, value in metrics.items():
         if name in values and name != "loss":
-            raise TaskError(f"loss() and metrics() both return {name!r}; rename one of them")
+            what = "the losses of updates()" if update.name or update.other_updates else "loss()"
+            raise TaskError(f"{what} and metrics() both return {name!r}; rename one of them")
         values[name] = as_accumulator(name, value)
         _check_metric(name, values[name])
     return values
@@ -233,6 +236,21 @@ def _add_auxiliary_loss(
     return metrics | {"loss": metrics["loss"] + loss.item()} | named_values
 
 
+def _compute_losses(task: Task, update: str, output: object, data: Batch) -> dict[str, Tensor | Accumulator]:
+    """Return the loss of a task by name, with the losses that it has by name. Raises TaskError.
+
+    update: whose loss the task has, which is reported under its name; "": the loss is `loss`.
+    """
+    with UserCode("loss()", task.loss):
+        whole: Any = task.loss(output, data)
+    named: NamedLosses = {}
+    if isinstance(whole, Mapping):
+        whole, named = combine_losses(task, whole, data, read_weights(task, data))
+    if not isinstance(whole, Tensor):
+        raise TaskError(f"loss() must return a tensor, got {type(whole).__name__}")
+    return {**({} if update else {"loss": whole}), **name_losses(update, whole, named)}
+
+
 def _check_metric(name: str, value: object) -> None:
     """Raise TaskError for a metric that cannot be combined over batches."""
     if isinstance(value, Accumulator):
@@ -257,20 +275,23 @@ def _check_metric(name: str, value: object) -> None:
 
 
 def _weighted_sums(
-    task: Task, values: Mapping[str, Tensor | Accumulator], data: Batch, samples: int
+    update: TrainingStep, values: Mapping[str, Tensor | Accumulator], data: Batch, samples: int
 ) -> dict[str, Tensor]:
     """Return for each tensor of the values of a batch a tensor (sum, number of items), in float64.
 
     samples: of the batch. Raises TaskError for a number of items that does not match the samples.
     """
-    weights = read_weights(task, data)
+    weights = read_weights(update.task, data)
+    losses = {"loss", update.name, *update.other_updates}
     sums = {}
     for name, value in values.items():
         if isinstance(value, Accumulator):
             continue
         has_weights = weights is not None and (not value.dim() or value.shape == weights.shape)
         if not has_weights:
-            check_items(value, samples, "loss()" if name == "loss" else "metrics()", repr(name))
+            check_items(
+                value, samples, "loss()" if name.partition(".")[0] in losses else "metrics()", repr(name)
+            )
         total, count = weighted_sum(value.double(), weights if has_weights else None, data, name)
         sums[name] = torch.stack([total, torch.as_tensor(count, dtype=total.dtype, device=total.device)])
     return sums

@@ -25,7 +25,6 @@ from paceline.distributed.process_group import (
 )
 from paceline.distributed.world import World
 from paceline.errors import CheckpointError, DataError, PlanError, SpecError
-from paceline.parallel.ddp import release
 from paceline.plan.plan import AUTO, Plan, ResolvedPlan, parse
 from paceline.run import RunFolder
 from paceline.spec import Launch, Spec, abbreviate
@@ -183,7 +182,7 @@ def evaluate_checkpoint(request: CheckpointRequest, split: str, world: World) ->
                 prepared.group,
             )
         assert metrics is not None  # nothing asks to stop
-        release(prepared.step.model)
+        prepared.release()
     return Evaluation(
         split=split,
         samples=samples.count,
@@ -252,10 +251,10 @@ def load_checkpoint(
     checkpoints.check_same_model(path, index, spec.task, spec.set, prepared.model)
     assert prepared.operations is not None
     averages = prepared.operations.state()
-    if not checkpoints.load_(path, prepared.model, None, group=prepared.group, averages=averages):
+    if not checkpoints.load_(path, prepared.model, (), group=prepared.group, averages=averages):
         prepared.operations.restart_averages()
         notes.append(f"{path} has no averages of all these weights; its weights are used")
-    identity = describe_identity(spec, task, prepared.modules, prepared.step.optimizer)
+    identity = describe_identity(spec, task, prepared.modules, prepared.optimizers)
     if changes := describe_changes(index.identity, identity):
         notes.append(f"the task differs from the training at step {index.step}: {'; '.join(changes)}")
     return LoadedCheckpoint(prepared, path, index.step, tuple(notes))

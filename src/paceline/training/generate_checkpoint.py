@@ -17,7 +17,6 @@ from paceline.distributed.world import World
 from paceline.errors import PlanError
 from paceline.hf.generate import GenerationOptions, TextWriter, shorten_arguments
 from paceline.hf.task import HuggingFace
-from paceline.parallel.ddp import release
 from paceline.parallel.forward import autocast
 from paceline.parallel.lockstep import in_lockstep
 from paceline.plan.plan import Plan
@@ -113,7 +112,7 @@ def generate_from_checkpoint(request: GenerationRequest, world: World) -> Genera
             autocast(spec.precision, device),
         ):
             written = _write_all(loaded.prepared, writer, prompts)
-        release(loaded.prepared.step.model)
+        loaded.prepared.release()
     texts = [
         GeneratedText(text, writer.decode(prompt, new), new)
         for text, prompt, new in zip(request.prompts, prompts, written, strict=True)

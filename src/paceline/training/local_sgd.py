@@ -102,7 +102,7 @@ class LocalSgd:
         The averaged weights and the optimizer state of rank 0 have the names that other plans use. After each
         averaging rank 0 continues with the same combination.
         """
-        own = checkpoint.collect_state(self.model, self.update.optimizer)
+        own = checkpoint.collect_state(self.model, [self.update.optimizer])
         with self.averaged():
             means = {
                 f"model/{name}": tensor

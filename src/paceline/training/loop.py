@@ -32,7 +32,6 @@ from paceline.errors import DivergedError, PlanError
 from paceline.events import Ended, Event, Noted, Started
 from paceline.parallel.auxiliary_loss import check_auxiliary_loss
 from paceline.parallel.buffer_comparison import describe_different_buffers
-from paceline.parallel.ddp import release
 from paceline.parallel.global_loss import check_global_loss
 from paceline.parallel.reduced_buffers import check_reduced_buffers
 from paceline.plan.plan import AUTO, Plan, ResolvedPlan, micro_batch_size, parse
@@ -48,6 +47,7 @@ from paceline.training.model_analysis import analyze_model, build_meta_model
 from paceline.training.optimizer import check_schedule, compute_lr_factor
 from paceline.training.profiling.profiler import StepProfiler
 from paceline.training.rank_checks import check_ranks
+from paceline.training.read_updates import read_updates
 from paceline.training.setup import (
     PreparedTraining,
     RankContext,
@@ -60,6 +60,7 @@ from paceline.training.step import TrainingStep
 from paceline.training.step_metrics import ControlFlags, LaunchedStep, MetricsReducer, StepMetrics
 from paceline.training.stop_policy import StopPolicy, check_stop
 from paceline.training.torch_settings import ineffective_options, set_free_threads, torch_settings
+from paceline.training.update_sequence import UpdateSequence
 from paceline.training.weight_operations import read_operations
 from paceline.units import parse_duration_s
 
@@ -90,7 +91,8 @@ def train(
     device: "cpu" or "cuda" [default: cuda if it is available].
     stop: called at each step. If it returns True on any rank, all ranks save and end.
     observe: called on every rank with the distributed model, and with ("gradients", step) before or
-    ("weights", step) after each update.
+    ("weights", step) after each update. If the task has `updates`, it is called with ("update", step) before
+    each of them, and with ("gradients", step) after the last, with the gradients of all.
     notes: sentences to report at the start.
     elapsed_s: the part of `spec.max_time` that passed before the first event was requested.
     saves: whether checkpoints are saved in `run`; if not, it gets only heartbeats.
@@ -147,6 +149,7 @@ def train(
             read_operations(task, resolved)
             check_global_loss(task, resolved)
             check_auxiliary_loss(task, resolved)
+            read_updates(task, resolved)
             analysis = build_meta_model(spec, task)
             check_reduced_buffers(task, resolved, analysis.model)
             notes = (*notes, *check_initial_weights_once(spec, task, analysis.model, analysis.weights, world))
@@ -159,10 +162,12 @@ def train(
         clock.mark("model")
         if observe is not None:
             prepared.step.observe = partial(observe, prepared.model)
+            if isinstance(prepared.update, UpdateSequence):
+                prepared.update.observe = prepared.step.observe
         try:
             yield from clock.add_start_times(TrainingLoop(context, data, prepared, heartbeat, stop).events())
         finally:
-            release(prepared.update.model)
+            prepared.release()
             mesh.destroy_meshes()
 
 
@@ -235,20 +240,24 @@ class TrainingLoop:
         self.schedule = spec.schedule.in_samples(spec.batch, data.samples)
         check_schedule(self.schedule, self.total * spec.batch)
         prepared.step.on_phase = heartbeat.enter
+        if isinstance(self.update, UpdateSequence):
+            self.update.set_phases(heartbeat.enter)
+            self.update.set_length(spec.batch, data.samples, self.total * spec.batch)
         self.batch_slice = context.batch_slice
         divides_batch = self.batch_slice.ranks * self.batch_slice.microbatches > 1
-        self.first_loss = FirstLossCheck(
-            prepared.step,
-            self.batch_slice.share,
-            divides_batch and prepared.step.global_loss is None,
-            spec.allow_local_loss,
-        )
-        if isinstance(self.update, TrainingStep):
-            prepared.step.on_first_loss = self.first_loss
         self.workers = workers_per_rank(world.local_size, context.device, spec.data.workers)
         self.checkpoints = CheckpointPolicy(context, prepared, data.samples, heartbeat)
         self.evaluator = Evaluator(spec, data, prepared, self.workers)
         self.first = self.step = self.checkpoints.resumed.step  # steps done: at the start, now
+        self.first_losses: dict[int, list[FirstLossCheck]] = {}  # by the steps done before their pass runs
+        for done, step in self._find_first_passes():
+            step.on_first_loss = FirstLossCheck(
+                step,
+                self.batch_slice.share,
+                divides_batch and step.global_loss is None,
+                spec.allow_local_loss,
+            )
+            self.first_losses.setdefault(done, []).append(step.on_first_loss)
         self.metrics = MetricsReducer(world.size, context.device)
         self.last_loss: float | None = None
         resumed = self.checkpoints.resumed
@@ -334,15 +343,22 @@ class TrainingLoop:
         local = self.prepared.local
         if local is not None:
             local.before_step(self.step)
-        is_first = self.step == self.first and isinstance(self.update, TrainingStep)
-        if is_first:
+        is_first = self.step == self.first
+        if is_first and isinstance(self.update, TrainingStep):
             self.update.model = warm_up_ddp(self.prepared.step, micro_batches[0])
+        elif is_first and isinstance(self.update, UpdateSequence):
+            self.update.warm_up(micro_batches[0], self.step)
         lr_factor = compute_lr_factor(
             self.schedule, self.step * self.spec.batch, self.total * self.spec.batch
         )
         stats = self.update(micro_batches, self.step, lr_factor)
-        if is_first:
-            self.first_loss.finish()
+        for check in self.first_losses.pop(self.step, ()):
+            check.finish()
+        lr = (
+            self.update.lr_at(self.step, lr_factor)
+            if isinstance(self.update, UpdateSequence)
+            else self.update.base_lrs[0] * lr_factor
+        )
         self.step += 1
         self.heartbeat.enter(REPORT)
         if local is not None:
@@ -352,7 +368,6 @@ class TrainingLoop:
         finished = self._finish_reduction()
         if self.step == self.first + 2:  # every rank has done a whole step
             self._set_timeout(self.spec.timeout_s)
-        lr = self.update.base_lrs[0] * lr_factor
         step_s = time.perf_counter() - began
         return LaunchedStep(stats, self.step, lr, data_s, step_s, time.time()), finished
 
@@ -363,6 +378,14 @@ class TrainingLoop:
             return
         if found := comparison.find():
             yield Noted(step=self.step, message=describe_different_buffers(found))
+
+    def _find_first_passes(self) -> list[tuple[int, TrainingStep]]:
+        """Return what computes the gradients of each pass, and the steps done before the pass runs first."""
+        if isinstance(self.update, TrainingStep):
+            return [(self.step, self.update)]
+        if isinstance(self.update, UpdateSequence):
+            return [(of_pass.next_due(self.step), of_pass.steps[0]) for of_pass in self.update.passes]
+        return []
 
     def _started(self) -> Started:
         return Started(

@@ -22,6 +22,8 @@ from paceline.spec import Spec
 from paceline.task import PretrainedSource, Task, read_layout
 from paceline.training.init.deferred_init import Weights, record
 from paceline.training.optimizer import check_sparse
+from paceline.training.read_updates import assign_parameters, read_updates, tasks_of_passes
+from paceline.updates import Update
 from paceline.user_code import UserCode
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class ModelAnalysis:
     stand_in: StandInModel | None = None  # a copy of the model for recordings
     trace: ForwardTrace | None = None  # of a forward pass in training
     units: ShardUnits | None = None  # modules that `fully_shard` gathers separately
+    updates: tuple[Update, ...] = ()  # of the task
 
     def copy_model(self) -> ModelAnalysis:
         """Return the analysis with a copy of the model, since `build_training` changes the model in place."""
@@ -83,6 +86,10 @@ def analyze_model(
     model = analysis.model
     check_sparse(plan, model)
     check_reduced_buffers(task, plan, model, spec.compile)
+    updates = read_updates(task, plan, spec.precision)
+    if updates:
+        assign_parameters(updates, model)
+        analysis = replace(analysis, updates=updates)
     if plan.cp > 1:
         from paceline.parallel.context import apply as context
 
@@ -95,7 +102,7 @@ def analyze_model(
     if is_sharded:
         from paceline.parallel.shard_units import find_shard_units
 
-        units = find_shard_units(model, task, batch, spec.seed)
+        units = find_shard_units(model, tasks_of_passes(task, updates), batch, spec.seed)
     splits = stand_in = trace = None
     with UserCode("the forward pass without values", task.model):
         if plan.tp > 1:

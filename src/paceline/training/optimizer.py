@@ -42,17 +42,22 @@ class OptimizerReport:
 
 
 def make_optimizer(
-    task: Task, spec: Optimizer, plan: ResolvedPlan, model: nn.Module, report: OptimizerReport | None = None
+    task: Task,
+    spec: Optimizer,
+    plan: ResolvedPlan,
+    model: nn.Module,
+    report: OptimizerReport | None = None,
+    names: Container[str] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that the task defines, else the one that the spec names.
 
-    Under zero=1 its state is sharded over the data ranks. `report`: is filled in. Raises TaskError if the
-    task's optimizer cannot train the model.
+    Under zero=1 its state is sharded over the data ranks. `report`: is filled in. names: of its parameters;
+    None: all that are trained. Raises TaskError if the task's optimizer cannot train the model.
     """
     params = [
         (name, parameter)
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and is_materialized(parameter)
+        if parameter.requires_grad and is_materialized(parameter) and (names is None or name in names)
     ]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskError("the model has no parameter to train: all of them have requires_grad=False")

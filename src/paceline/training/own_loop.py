@@ -174,7 +174,7 @@ class Trainer:
             seed=0,
             **checkpoint.describe_model(self._module),
         )
-        state = checkpoint.collect_state(self._module, self.optimizer)
+        state = checkpoint.collect_state(self._module, [self.optimizer])
         self._saver.start(index, state, buffers=checkpoint.find_buffers(self._module))
         result = self._saver.result(wait=True)
         assert result is not None
@@ -205,7 +205,7 @@ class Trainer:
         if path is None or index is None:
             return 0
         checkpoint.check_same_model(path, index, OWN_LOOP, {}, self._module)
-        checkpoint.load_(path, self._module, self.optimizer)
+        checkpoint.load_(path, self._module, [self.optimizer] if self.optimizer is not None else [])
         self.steps = index.step
         return self.steps
 

@@ -30,7 +30,6 @@ from paceline.distributed.world import World
 from paceline.errors import DataError, RunError, TaskError
 from paceline.events import nan_to_null
 from paceline.files import reason
-from paceline.parallel.ddp import release
 from paceline.parallel.forward import ELSEWHERE, autocast
 from paceline.parallel.global_loss import gather_splits
 from paceline.plan.plan import ResolvedPlan
@@ -112,7 +111,7 @@ def predict_from_checkpoint(request: PredictionRequest, world: World) -> Predict
             for number, values in enumerate(_predict(prepared, samples, spec, workers)):
                 if world.rank == 0:
                     _write_lines(request, values, "a" if number else "w")
-        release(prepared.step.model)
+        prepared.release()
     return Prediction(
         out=str(request.out),
         samples=samples.count,

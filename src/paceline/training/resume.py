@@ -51,9 +51,7 @@ def resume(context: RankContext, prepared: PreparedTraining, samples: int) -> Re
     operations = prepared.operations
     averages = operations.state() if operations is not None else {}
     if (
-        not checkpoint.load_(
-            path, prepared.model, prepared.update.optimizer, prefix, prepared.group, averages
-        )
+        not checkpoint.load_(path, prepared.model, prepared.optimizers, prefix, prepared.group, averages)
         and operations is not None
     ):
         operations.restart_averages()
@@ -63,7 +61,7 @@ def resume(context: RankContext, prepared: PreparedTraining, samples: int) -> Re
             f"{path} is of local SGD on {index.ranks} ranks: this training continues from their mean, "
             "with the optimizer state of rank 0"
         )
-    identity = describe_identity(spec, prepared.step.task, prepared.modules, prepared.step.optimizer)
+    identity = describe_identity(spec, prepared.step.task, prepared.modules, prepared.optimizers)
     if changes := describe_changes(index.identity, identity):
         notes.append(f"this training differs from step {index.step} on: {'; '.join(changes)}")
     scale = prepared.update.loss_scale

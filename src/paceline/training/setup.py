@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,9 +28,11 @@ from paceline.parallel.apply import check_elementwise, parallelize
 from paceline.parallel.auxiliary_loss import AuxiliaryLoss, has_auxiliary_loss
 from paceline.parallel.batch_norm import average_, find_running_statistics, sync_batch_norm
 from paceline.parallel.buffer_comparison import BufferComparison
+from paceline.parallel.ddp import release
 from paceline.parallel.forward import has_global_loss
 from paceline.parallel.fsdp import average_scalars_
 from paceline.parallel.global_loss import BatchShares, GlobalLoss
+from paceline.parallel.inner_gradients import InnerGradients
 from paceline.parallel.reduced_buffers import (
     NONE,
     BufferReducer,
@@ -51,8 +53,11 @@ from paceline.training.init.pretrained import PretrainedWeights
 from paceline.training.local_sgd import LocalSgd, build_local_sgd
 from paceline.training.model_analysis import ModelAnalysis, analyze_model, find_pretrained
 from paceline.training.optimizer import OptimizerReport, coalesce_, find_sparse_parameters, make_optimizer
+from paceline.training.read_updates import assign_parameters, task_of
 from paceline.training.step import TrainingStep
+from paceline.training.update_sequence import UpdatePass, UpdateSequence, unwrap
 from paceline.training.weight_operations import WeightOperations, read_operations
+from paceline.updates import Update
 
 if TYPE_CHECKING:
     from paceline.parallel.pipeline.runner import Pipeline
@@ -158,8 +163,9 @@ class PreparedTraining:
 
     model: nn.Module  # not wrapped, so that its parameters have the names of the task's model
     step: TrainingStep  # of this process
-    # What the loop calls for an update: `step`, or on the first parameter server its coordinator.
-    update: TrainingStep | Coordinator
+    # What the loop calls for a step: `step`, or the updates of the task, or on the first parameter server its
+    # coordinator.
+    update: TrainingStep | UpdateSequence | Coordinator
     notes: tuple[str, ...]
     local: LocalSgd | None = None
     servers: Coordinator | None = None
@@ -168,6 +174,18 @@ class PreparedTraining:
     lr_group: str = ""  # as in the event Started
     operations: WeightOperations | None = None  # None: of a parameter server
     comparison: BufferComparison | None = None  # of undeclared buffers; None: ranks cannot differ
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, each of different parameters."""
+        update = self.update
+        return update.optimizers if isinstance(update, UpdateSequence) else [update.optimizer]
+
+    def release(self) -> None:
+        """Delete the references of DDP to the process group. Call it when the training ends."""
+        if isinstance(self.update, UpdateSequence):
+            self.update.release()
+        release(self.step.model)
 
     def whole_model(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the model of each rank has the weights that the training reached.
@@ -196,7 +214,7 @@ class PreparedTraining:
             return self.local.state(rank)
         elsewhere = self.step.pipeline.saved_elsewhere if self.step.pipeline is not None else ()
         averages = self.operations.state(elsewhere) if self.operations is not None else {}
-        return checkpoint.collect_state(self.model, self.step.optimizer, elsewhere) | averages, {}
+        return checkpoint.collect_state(self.model, self.optimizers, elsewhere) | averages, {}
 
 
 def build_training(
@@ -240,18 +258,28 @@ def build_training(
         pipeline.parallelize(fill, spec.compile, units)
     else:
         called = parallelize(model, read_layout(task), plan, device, fill, spec.compile, mesh, splits, units)
+    updates = analysis.updates
+    names = assign_parameters(updates, model) if updates else {}
+    is_replicated = bool(updates) and called is not model
+    if is_replicated:
+        called = unwrap(called)  # each pass has its own wrapper
     optimizer_report = OptimizerReport()
-    optimizer = make_optimizer(task, spec.optimizer, plan, model, optimizer_report)
-    check_elementwise(plan, optimizer)
+    optimizers = [
+        make_optimizer(task, update.optimizer or spec.optimizer, plan, model, names=names[update.name])
+        for update in updates
+    ] or [make_optimizer(task, spec.optimizer, plan, model, optimizer_report)]
+    for optimizer in optimizers:
+        check_elementwise(plan, optimizer)
+    named = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and is_materialized(parameter)
+    }
     step = TrainingStep(
         task=task,
         model=called,
-        optimizer=optimizer,
-        params=[
-            parameter
-            for parameter in model.parameters()
-            if parameter.requires_grad and is_materialized(parameter)
-        ],
+        optimizer=optimizers[0],
+        params=list(named.values()),
         plan=plan,
         place=plan.place(world.rank),
         device=device,
@@ -266,10 +294,10 @@ def build_training(
     )
     if is_reduced and plan.dp * plan.microbatches > 1:
         step.buffers = _build_buffer_reducer(spec, plan, world, model, reductions, group, pipeline)
+    if analysis.units is not None and pipeline is None and not spec.compile:
+        step.inner = InnerGradients(model, reshards=plan.zero == 3)
     step.after_backward += _build_gradient_hooks(model, step, mesh, analysis)
     operations = WeightOperations(read_operations(task, plan), model, plan)
-    if operations.operations:
-        step.after_update.append(operations)
     local = build_local_sgd(model, step, plan)
     has_local_statistics = has_statistics and spec.batch_norm == "local" and local is None
     if has_local_statistics:
@@ -280,6 +308,14 @@ def build_training(
         ]
         step.after_backward.append(partial(average_, statistics, group))
     own_buffers = describe_own_buffers(reductions)
+    update: TrainingStep | UpdateSequence = step
+    if updates:
+        params = {name: [named[parameter] for parameter in names[name]] for name in names}
+        step, update = _build_updates(spec, step, model, updates, optimizers, params)
+        if is_replicated:
+            update.replicate()
+    if operations.operations:
+        update.after_update.append(operations)
     loss_notes: tuple[str, ...] = ()
     if splits is not None and mesh is not None:
         loss_notes = _add_tensor_parallel_parts(step, model, analysis, mesh["tp"])
@@ -296,11 +332,11 @@ def build_training(
     return PreparedTraining(
         model,
         step,
-        step,
+        update,
         notes,
         local,
         modules=modules,
-        lr_group=optimizer_report.lr_group,
+        lr_group=f"update {updates[0].name}" if len(updates) > 1 else optimizer_report.lr_group,
         operations=operations,
         comparison=_build_buffer_comparison(plan, model, reductions, pipeline, device),
     )
@@ -338,6 +374,50 @@ def _build_buffer_comparison(
     names = [name for name, _ in model.named_buffers() if name not in known]
     elsewhere = pipeline.saved_elsewhere if pipeline is not None else frozenset()
     return BufferComparison(model, names, {*names} - elsewhere, device)
+
+
+def _build_updates(
+    spec: Spec,
+    step: TrainingStep,
+    model: nn.Module,
+    updates: Sequence[Update],
+    optimizers: Sequence[torch.optim.Optimizer],
+    params: Mapping[str, list[nn.Parameter]],
+) -> tuple[TrainingStep, UpdateSequence]:
+    """Return the step that evaluations use, and the updates of a step.
+
+    step: of all parameters, and with the hooks that complete gradients. params: of each update, by its name.
+    """
+    tasks = {update.name: task_of(step.task, update) for update in updates}
+    steps = {
+        update.name: replace(
+            step,
+            task=tasks[update.name],
+            optimizer=optimizer,
+            params=params[update.name],
+            clip=(update.optimizer or spec.optimizer).clip,
+            after_backward=list(step.after_backward),
+            after_update=[],
+        )
+        for update, optimizer in zip(updates, optimizers, strict=True)
+    }
+    together = [update for update in updates if update.loss is None]
+    passes = []
+    for update in updates:
+        if update.loss is None and update is not together[0]:
+            continue
+        served = together if update.loss is None else [update]
+        own = {id(parameter) for each in served for parameter in params[each.name]}
+        others = [parameter for parameter in step.params if id(parameter) not in own]
+        passes.append(UpdatePass(served, [steps[each.name] for each in served], others))
+    with_loss = {update.name: tasks[update.name] for update in updates if update.loss is not None}
+    first = ""
+    if type(step.task).loss is Task.loss:  # so the loss of an evaluation is the sum of the losses of updates
+        first = updates[0].name
+        step.task = with_loss.pop(first)
+    step.name, step.other_updates = first, with_loss
+    sequence = UpdateSequence(model, passes, spec.seed, step.device, is_sharded=step.plan.zero >= 2)
+    return step, sequence
 
 
 def _build_pipeline(

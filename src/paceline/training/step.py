@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -26,6 +26,7 @@ from paceline.parallel.global_loss import (
     gather_splits,
     preserved_buffers,
 )
+from paceline.parallel.inner_gradients import InnerGradients
 from paceline.parallel.named_losses import NamedLossSums
 from paceline.parallel.reduced_buffers import BufferReducer
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
@@ -86,7 +87,11 @@ class TrainingStep:
     global_loss: GlobalLoss | None = None  # in place of losses by item
     buffers: BufferReducer | None = None  # combines the changes of buffers that the task declares
     auxiliary: AuxiliaryLoss | None = None  # besides losses by item
+    inner: InnerGradients | None = None  # of tasks that differentiate, under `fully_shard`
     is_local: bool = False  # whether the loss is the mean over the items of this rank only (local SGD)
+    name: str = ""  # of the update of `Task.updates`, if the task has any
+    # Tasks of other updates by name, whose losses evaluations compute too.
+    other_updates: Mapping[str, Task] = field(default_factory=dict)
     base_lrs: list[float] = field(init=False)
     norm: GradientNorm = field(init=False)
     loss_scale: LossScale | None = field(init=False)
@@ -120,13 +125,7 @@ class TrainingStep:
 
     def __call__(self, batches: Sequence[Batch], step: int, lr_factor: float) -> LocalStepStats:
         """Run forward, backward and the update on the micro-batches of a step. `step`: steps done before."""
-        self._begin_buffers()
-        with self.loss_context(), self.number_samples(batches, step):
-            losses, items, expected = self.backward(batches, step)
-        if self.buffers is not None:
-            self.buffers.finish()
-        for finish in self.after_backward:
-            finish()
+        losses, items, expected = self.compute_gradients(batches, step)
         self.on_phase(UPDATE)
         if self.observe is not None:
             self.observe("gradients", step)
@@ -139,6 +138,29 @@ class TrainingStep:
             norm = (norm if isinstance(norm, Tensor) else combine_norms(norm, self.device)) / math.sqrt(
                 self.data_ranks
             )
+        return self.make_stats(losses, items, expected, norm)
+
+    def compute_gradients(
+        self, batches: Sequence[Batch], step: int
+    ) -> tuple[list[Tensor], list[Tensor | float], float | None]:
+        """Compute the gradients of the global batch. Returns what `backward` does."""
+        self._begin_buffers()
+        with self.loss_context(), self.number_samples(batches, step):
+            result = self.backward(batches, step)
+        if self.buffers is not None:
+            self.buffers.finish()
+        for finish in self.after_backward:
+            finish()
+        return result
+
+    def make_stats(
+        self,
+        losses: list[Tensor],
+        items: list[Tensor | float],
+        expected: float | None,
+        norm: Tensor | list[Tensor],
+    ) -> LocalStepStats:
+        """Return the metrics of this rank, from what `backward` and `update` returned."""
         return (
             LocalStepStats(reduce(add, losses), sum(items), norm, expected, self.named.sums)
             if self.counts
@@ -210,7 +232,7 @@ class TrainingStep:
                     )
                 self.on_phase(BACKWARD)
                 start = self._start_gradient(loss, whole)
-                with UserCode("the backward pass", self.task.loss):
+                with self._backward_pass(index == len(batches) - 1, self.task.loss):
                     loss.backward(start)
             losses.append(loss.detach())
             items.append(num_items)
@@ -276,7 +298,7 @@ class TrainingStep:
                 elif is_first:
                     check_repeated(outputs[index], output)
                 self.on_phase(BACKWARD)
-                with UserCode("the backward pass", self.task.global_loss):
+                with self._backward_pass(index == indices[-1], self.task.global_loss):
                     torch.autograd.backward(*find_gradients(output, gradients[index]))
         samples = float(global_loss.shares.own * len(batches))
         return [loss * samples], [samples], None
@@ -288,6 +310,16 @@ class TrainingStep:
 
     def _new_buffer_pass(self) -> contextlib.AbstractContextManager[None]:
         return self.buffers.new_pass() if self.buffers is not None else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _backward_pass(self, is_last: bool, method: Callable[..., object]) -> Iterator[None]:
+        """Return a context for the backward pass of a micro-batch. method: of the task, for errors."""
+        if self.inner is not None:
+            self.inner.begin(is_last)
+        with UserCode("the backward pass", method):
+            yield
+        if self.inner is not None:
+            self.inner.end()
 
     def _seed_model(self, step: int, microbatch: int) -> None:
         seed_torch(derive_seed(self.seed, "model", step, microbatch, *self.place.stream), self.device)

@@ -2,8 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.errors import TaskError
 from paceline.events import Step
-from paceline.parallel.named_losses import check_same_names
+from paceline.parallel.named_losses import check_same_names, name_losses
 from paceline.training.optimizer import combine_norms
 
 REDUCE_EVERY_S = 0.1  # quicker steps share one reduction about this often
@@ -29,6 +29,12 @@ class LocalStepStats(NamedTuple):
     norm: Tensor | list[Tensor]
     expected: float | None  # items that the loss was divided by, if their number was only inferred
     named: Mapping[str, Tensor | float] | None = None  # named losses × items; None: this rank does not count
+    # Of each pass of a step with several, by the name of its update ("": the task's own loss).
+    passes: "Mapping[str, LocalStepStats]" = MappingProxyType({})
+
+    def by_pass(self) -> "Mapping[str, LocalStepStats]":
+        """Return the metrics of each pass of the step; a step with one pass is that of the task's loss."""
+        return self.passes or {"": self}
 
 
 class StepMetrics(NamedTuple):
@@ -36,7 +42,7 @@ class StepMetrics(NamedTuple):
 
     loss: float
     grad_norm: float  # not finite if fp16 overflowed and the update was skipped
-    losses: Mapping[str, float] = MappingProxyType({})  # named losses
+    losses: Mapping[str, float] = MappingProxyType({})  # by the names under which a step reports them
 
 
 class LaunchedStep(NamedTuple):
@@ -88,11 +94,11 @@ class PendingMetrics:
     """Metrics on their way from the other ranks and from the device."""
 
     sums: Tensor
-    expected: list[float | None]
+    passes: list[dict[str, float | None]]  # of each step: its passes, and the expected items of each
     ranks: int
     work: dist.Work | None
     copied: torch.cuda.Event | None
-    names: Sequence[str] = ()  # of the named losses
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of the named losses, by pass
 
     def result(self) -> ReducedMetrics:
         """Wait for the reduction and return it.
@@ -104,11 +110,17 @@ class PendingMetrics:
         elif self.work is not None:
             self.work.wait()
         *sums, stop, save, seconds = self.sums.tolist()
-        columns = 3 + len(self.names)
-        rows = [sums[begin : begin + columns] for begin in range(0, len(sums), columns)]
+        columns = _columns(self.names)
+        width = 3 + len(columns)
+        rows = (sums[begin : begin + width] for begin in range(0, len(sums), width))
         steps = [
-            _metrics_of_step(row[0], row[1], row[2], expected, dict(zip(self.names, row[3:], strict=True)))
-            for row, expected in zip(rows, self.expected, strict=True)
+            _combine_passes(
+                {
+                    name: _metrics_of_pass(next(rows), expected, self.names.get(name, ()), columns)
+                    for name, expected in passes.items()
+                }
+            )
+            for passes in self.passes
         ]
         step_s = seconds / (self.ranks * len(steps))
         steps_per_reduction = (
@@ -117,21 +129,39 @@ class PendingMetrics:
         return ReducedMetrics(steps, ControlFlags(stop > 0, save > 0), step_s, steps_per_reduction)
 
 
-def _metrics_of_step(
-    loss: float, items: float, squares: float, expected: float | None, named: Mapping[str, float]
+def _metrics_of_pass(
+    row: Sequence[float], expected: float | None, names: Iterable[str], columns: Sequence[str]
 ) -> StepMetrics:
+    """Return the metrics of a pass. names: of its losses; columns: of the row after its first three."""
+    loss, items, squares = row[:3]
     if expected is not None and items != expected:
         raise TaskError(
             f"loss() returned {items:.0f} items over all ranks and micro-batches, expected {expected:.0f} "
             "from the first one; if their number varies, define weights(batch), so that each item has the "
             "same weight"
         )
-    losses = {name: value / items if items else math.nan for name, value in named.items()}
+    named = dict(zip(columns, row[3:], strict=True))
+    losses = {name: named[name] / items if items else math.nan for name in names}
     return StepMetrics(loss / items if items else math.nan, math.sqrt(squares), losses)
 
 
+def _combine_passes(passes: Mapping[str, StepMetrics]) -> StepMetrics:
+    """Return the metrics of a step, given those of its passes. Raises TaskError if losses share a name."""
+    losses: dict[str, float] = {}
+    for name, metrics in passes.items():
+        named = name_losses(name, metrics.loss, metrics.losses)
+        if clashing := losses.keys() & named.keys():
+            raise TaskError(f"two losses of a step are named {min(clashing)!r}; rename one of them")
+        losses |= named
+    return StepMetrics(
+        sum(metrics.loss for metrics in passes.values()),
+        math.hypot(*(metrics.grad_norm for metrics in passes.values())),
+        losses,
+    )
+
+
 def agree_on_names(named: Mapping[str, Tensor | float] | None, ranks: int) -> list[str]:
-    """Return the names of the losses, in the same order on all ranks. A collective.
+    """Return the names of the losses of a pass, in the same order on all ranks. A collective.
 
     named: the losses on this rank; None if it does not count. Raises TaskError on all ranks if they differ.
     """
@@ -143,6 +173,11 @@ def agree_on_names(named: Mapping[str, Tensor | float] | None, ranks: int) -> li
     for names in counted[1:]:
         check_same_names(frozenset(counted[0]), frozenset(names))
     return counted[0] if counted else []
+
+
+def _columns(names: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return each name that any pass has, once."""
+    return list(dict.fromkeys(name for of_pass in names.values() for name in of_pass))
 
 
 def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
@@ -159,39 +194,44 @@ def reduce_metrics_async(
     seconds: float,
     ranks: int,
     device: torch.device,
-    names: Sequence[str] = (),
+    names: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> PendingMetrics:
     """Start to reduce the metrics of `steps` over all ranks. A collective: all ranks pass the same steps.
 
-    seconds: what these steps took on this rank. names: of the named losses, the same on all ranks.
+    seconds: what these steps took on this rank. names: of the named losses by pass, the same on all ranks.
     """
+    passes = [{name: part.expected for name, part in step.by_pass().items()} for step in steps]
+    parts = [part for step in steps for part in step.by_pass().values()]
     # Norms are combined here and not in the step: many in a row find their code in the caches.
     norms = _column(
-        [step.norm if isinstance(step.norm, Tensor) else combine_norms(step.norm, device) for step in steps],
+        [part.norm if isinstance(part.norm, Tensor) else combine_norms(part.norm, device) for part in parts],
         device,
     )
+    # Of passes without this loss; a number among tensors would wait for the device.
+    absent = torch.zeros((), dtype=torch.float64, device=device) if len(names) > 1 else 0.0
     columns = (
-        _column([step.loss for step in steps], device),
-        _column([step.items for step in steps], device),
+        _column([part.loss for part in parts], device),
+        _column([part.items for part in parts], device),
         norms.square(),
         *(
-            _column([step.named[name] if step.named is not None else 0.0 for step in steps], device)
-            for name in names
+            _column(
+                [part.named.get(name, absent) if part.named is not None else 0.0 for part in parts], device
+            )
+            for name in _columns(names)
         ),
     )
     rest = torch.tensor([float(flags.stop), float(flags.save), seconds], dtype=torch.float64, device=device)
     sums = torch.cat([torch.stack(columns, dim=1).flatten(), rest])
-    expected = [step.expected for step in steps]
     work = dist.all_reduce(sums, async_op=True) if ranks > 1 else None
     if device.type != "cuda":
-        return PendingMetrics(sums, expected, ranks, work, None, names)
+        return PendingMetrics(sums, passes, ranks, work, None, names)
     if work is not None:
         work.wait()  # orders the streams; the host continues
     on_host = torch.empty(len(sums), dtype=torch.float64, pin_memory=True)
     on_host.copy_(sums, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
-    return PendingMetrics(on_host, expected, ranks, None, copied, names)
+    return PendingMetrics(on_host, passes, ranks, None, copied, names)
 
 
 class FinishedSteps(NamedTuple):
@@ -212,7 +252,7 @@ class MetricsReducer:
 
     def __init__(self, ranks: int, device: torch.device):
         self.ranks, self.device = ranks, device
-        self.names: Sequence[str] | None = None  # of named losses; None before the first reduction
+        self.names: dict[str, Sequence[str]] = {}  # of named losses, of each pass that was reduced
         self._launched: list[LaunchedStep] = []  # steps whose reduction has not started
         self._reducing: tuple[list[LaunchedStep], PendingMetrics] | None = None
         self._steps_per_reduction = 1
@@ -234,8 +274,10 @@ class MetricsReducer:
     def start(self, flags: ControlFlags) -> None:
         """Start to reduce the metrics of all steps added since the last call. A collective."""
         assert self._reducing is None
-        if self.names is None:
-            self.names = agree_on_names(self._launched[0].stats.named, self.ranks)
+        for launched in self._launched:
+            for name, part in launched.stats.by_pass().items():
+                if name not in self.names:
+                    self.names[name] = agree_on_names(part.named, self.ranks)
         seconds = sum(launched.step_s for launched in self._launched)
         pending = reduce_metrics_async(
             [launched.stats for launched in self._launched],
@@ -243,7 +285,7 @@ class MetricsReducer:
             seconds,
             self.ranks,
             self.device,
-            self.names,
+            dict(self.names),
         )
         self._launched, self._reducing = [], (self._launched, pending)
 

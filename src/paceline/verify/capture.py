@@ -108,12 +108,19 @@ def record_reference(spec: Spec, task: Task, microbatches: int, rounding: float 
     rounding: relative noise that is added to the gradients of each step."""
     steps: list[StepTensors] = [StepTensors()]
     disabled: list[str] = []
+    has_updates: list[bool] = []
     facts: dict[str, Any] = {"aliases": {}, "has_batch_norm": False, "is_random": False}
 
     def report(names: list[str]) -> None:
         disabled[:] = names
 
     def observe(model: nn.Module, what: str, step: int) -> None:
+        if what == "update":  # of a task with several in a step
+            if rounding:
+                _add_rounding_(model, rounding, step)
+            facts["is_random"] |= _has_drawn()
+            has_updates[:] = [True]
+            return
         if what == "weights":
             steps[-1].parameters = _copy_all(model.named_parameters())
             steps[-1].buffers = _copy_all(model.named_buffers())
@@ -124,12 +131,12 @@ def record_reference(spec: Spec, task: Task, microbatches: int, rounding: float 
             facts["has_batch_norm"] = any(
                 isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
             )
-        if rounding:
+        if rounding and not has_updates:
             _add_rounding_(model, rounding, step)
         steps.append(
             StepTensors({name: _copy(p.grad) for name, p in model.named_parameters() if p.requires_grad})
         )
-        facts["is_random"] |= _has_drawn()
+        facts["is_random"] |= not has_updates and _has_drawn()
 
     narrowest = NarrowestDtype()
     wrapped = disable_dropout(task, report, narrowest)
@@ -254,6 +261,8 @@ class _Comparison:
         self.observation = PlanObservation()
 
     def observe(self, model: nn.Module, what: str, step: int) -> None:
+        if what == "update":  # of a task with several in a step; their gradients follow after the last
+            return
         expected = self.reference.steps[step + 1]
         if what == "gradients":
             if step == 0:

@@ -25,6 +25,7 @@ from paceline.plan.comm_volume import block_pattern
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task, read_layout
+from paceline.training.read_updates import refuse_updates
 from paceline.training.setup import PreparedTraining, build_training
 from paceline.training.step import TrainingStep
 
@@ -52,6 +53,7 @@ class ReadyStep:
 def prepare_step(spec: Spec, task: Task, device: torch.device) -> Iterator[ReadyStep]:
     """Yield the step of a task on one process. Raises the errors of a training before its first step."""
     plan = ResolvedPlan()
+    refuse_updates(task, "this bench", "use a task with one loss")
     with process_group(World(), device, spec.timeout_s, Path("runs")):
         batch = example_batch(spec, task, plan)
         prepared = build_training(spec, plan, World(), task, device)

@@ -4,14 +4,16 @@ import dataclasses
 import hashlib
 import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
+from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import AFTERWARDS, METHODS, Task, field_values
 from paceline.training.optimizer import local_optimizer
+from paceline.training.read_updates import read_updates
 
 MODULES, CODE = "modules of the model", "code of "
 
@@ -30,7 +32,7 @@ def describe_modules(model: nn.Module) -> str:
 
 
 def describe_identity(
-    spec: Spec, task: Task, modules: str, optimizer: torch.optim.Optimizer
+    spec: Spec, task: Task, modules: str, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, str]:
     """Return each property of a training that may change its results, as text or as a digest.
 
@@ -40,8 +42,22 @@ def describe_identity(
     identity |= {f"optimizer.{key}": repr(value) for key, value in spec.optimizer}
     identity |= {f"schedule.{key}": repr(value) for key, value in spec.schedule}
     identity |= {f"field {name}": repr(value)[:200] for name, value in field_values(task).items()}
-    identity |= {"optimizer": type(local_optimizer(optimizer)).__name__, MODULES: modules}
+    kinds = [type(local_optimizer(optimizer)).__name__ for optimizer in optimizers]
+    identity |= {"optimizer": ", ".join(kinds), MODULES: modules, **_describe_updates(task)}
     return identity | {f"{CODE}{name}": _digest(text) for name, text in _sources(task).items()}
+
+
+def _describe_updates(task: Task) -> dict[str, str]:
+    """Return each field of the updates of the task as text."""
+    updates = read_updates(task, ResolvedPlan())
+    identity = {"updates": ", ".join(update.name for update in updates)} if updates else {}
+    for update in updates:
+        for field in dataclasses.fields(update):
+            value = getattr(update, field.name)
+            if field.name != "name":
+                text = getattr(value, "__name__", "a function") if callable(value) else repr(value)
+                identity[f"update {update.name}.{field.name}"] = text
+    return identity
 
 
 def _sources(task: Task) -> dict[str, str]:

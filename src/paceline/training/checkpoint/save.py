@@ -78,10 +78,11 @@ def collect_model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def collect_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, elsewhere: Container[str] = ()
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], elsewhere: Container[str] = ()
 ) -> dict[str, Tensor]:
-    """Return the state of model and optimizer on this rank, by names in a checkpoint.
+    """Return the state of model and optimizers on this rank, by names in a checkpoint.
 
+    optimizers: each parameter belongs to one of them at most.
     elsewhere: names of parameters that another pipeline stage writes.
     """
     state = {
@@ -94,14 +95,15 @@ def collect_state(
     names: dict[Tensor, str] = {
         parameter: name for name, parameter in model.named_parameters() if name not in elsewhere
     }
-    for parameter, values in local_optimizer(optimizer).state.items():
-        if parameter not in names:
-            continue
-        state |= {
-            f"optimizer/{names[parameter]}/{key}": value
-            for key, value in values.items()
-            if isinstance(value, Tensor)
-        }
+    for optimizer in optimizers:
+        for parameter, values in local_optimizer(optimizer).state.items():
+            if parameter not in names:
+                continue
+            state |= {
+                f"optimizer/{names[parameter]}/{key}": value
+                for key, value in values.items()
+                if isinstance(value, Tensor)
+            }
     return state
 
 
@@ -459,16 +461,16 @@ def rank_prefix(rank: int) -> str:
 def load_(
     path: Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     prefix: str = "",
     group: dist.ProcessGroup | None = None,
     averages: Mapping[str, Tensor] | None = None,
 ) -> bool:
-    """Read a checkpoint into a model and an optimizer, distributed by any plan.
+    """Read a checkpoint into a model and its optimizers, distributed by any plan.
 
     Each rank reads what it holds.
 
-    optimizer: None: only the weights are read. prefix: of the names to read, "" or that of a rank. `group`:
+    optimizers: none: only the weights are read. prefix: of the names to read, "" or that of a rank. `group`:
     the ranks that read; None: all. averages: tensors to read by their names in the checkpoint. A collective.
 
     Returns whether the checkpoint has the averages; if not, they are not changed.
@@ -482,7 +484,7 @@ def load_(
         for name, tensor in collect_model_tensors(model).items()
         if is_materialized(tensor)
     }
-    if optimizer is not None:
+    for optimizer in optimizers:
         wanted |= _allocate_optimizer_state_(stored, model, optimizer, prefix)
     has_averages = all(name in stored for name in averages or ())
     if has_averages:

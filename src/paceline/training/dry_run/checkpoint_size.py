@@ -11,6 +11,7 @@ from paceline.training.dry_run.dry_run import CPU
 from paceline.training.init.deferred_init import allocate_
 from paceline.training.model_analysis import build_meta_model
 from paceline.training.optimizer import make_optimizer
+from paceline.training.read_updates import assign_parameters, read_updates
 
 FRAME_BYTES = 2048  # that torch.save adds to a tensor (torch 2.13)
 MOMENTS = 2  # tensors per weight, assumed for an optimizer that needs values and cannot run on fake tensors
@@ -21,15 +22,23 @@ def compute_state_bytes(spec: Spec, task: Task) -> int:
     model = build_meta_model(spec, task).model
     with make_fake_mode():
         allocate_(model, CPU)
-        optimizer = make_optimizer(task, spec.optimizer, ResolvedPlan(), model)
+        updates = read_updates(task, ResolvedPlan())
+        names = assign_parameters(updates, model) if updates else {}
+        optimizers = [
+            make_optimizer(
+                task, update.optimizer or spec.optimizer, ResolvedPlan(), model, names=names[update.name]
+            )
+            for update in updates
+        ] or [make_optimizer(task, spec.optimizer, ResolvedPlan(), model)]
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         try:
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             unknown_bytes = 0
         except RuntimeError:
             unknown_bytes = MOMENTS * sum(parameter.nbytes for parameter in trained)
         return unknown_bytes + sum(
-            tensor.nbytes + FRAME_BYTES for tensor in checkpoint.collect_state(model, optimizer).values()
+            tensor.nbytes + FRAME_BYTES for tensor in checkpoint.collect_state(model, optimizers).values()
         )

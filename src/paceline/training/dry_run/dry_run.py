@@ -24,7 +24,6 @@ from paceline.data.loader import Batch, RankBatchSlice, batches, open_training_s
 from paceline.distributed import mesh
 from paceline.distributed.world import World
 from paceline.errors import LaunchError, PlanError, TaskError
-from paceline.parallel.ddp import release
 from paceline.parallel.tensor.tracer import silence_fake_tensor_errors
 from paceline.plan.comm_volume import CommVolume
 from paceline.plan.plan import Plan, ResolvedPlan, micro_batch_size
@@ -43,8 +42,9 @@ from paceline.training.dry_run.microbatch_replay import (
 from paceline.training.init.deferred_init import allocate_
 from paceline.training.model_analysis import ModelAnalysis, analyze_model
 from paceline.training.setup import PreparedTraining, build_training, check_sample_count
-from paceline.training.step import LossScale
+from paceline.training.step import LossScale, TrainingStep
 from paceline.training.step_metrics import ControlFlags, reduce_metrics_async
+from paceline.training.update_sequence import UpdateSequence
 
 CPU = torch.device("cpu")
 # Raised where a model needs the values of tensors that have none.
@@ -139,31 +139,41 @@ def _simulate_rank(inputs: _DryRunInputs, world: World, analysis: ModelAnalysis)
                 "paceline comms computes no values; count a step of a training instead (docs/comms.md)"
             ) from value_error
         finally:
-            release(training.step.model)
+            training.release()
             mesh.destroy_meshes()
 
 
 def _count_step(training: PreparedTraining, plan: ResolvedPlan, microbatches: list[Batch]) -> CommVolume:
-    update = training.step
+    update = training.update
+    assert isinstance(update, TrainingStep | UpdateSequence)
     if update.loss_scale is not None:
         update.loss_scale = _NoOverflow()
-    complete_fake_buckets(update.model)
-    settled = warm_up_ddp(update, microbatches[0])
-    if settled is not update.model:
-        complete_fake_buckets(settled)
-    update.model = settled
+    passes: list[tuple[str, TrainingStep, contextlib.AbstractContextManager[None]]] = (
+        [(of_pass.losses_name, of_pass.steps[0], of_pass.frozen_others()) for of_pass in update.passes]
+        if isinstance(update, UpdateSequence)
+        else [("", update, contextlib.nullcontext())]
+    )
+    for _, lead, frozen in passes:
+        complete_fake_buckets(lead.model)
+        with frozen:
+            settled = warm_up_ddp(lead, microbatches[0])
+        if settled is not lead.model:
+            complete_fake_buckets(settled)
+        lead.model = settled
     counter = CommCounter(training.model, plan)
-    for step in range(WARM_UP_STEPS + 1):
-        is_counted = step == WARM_UP_STEPS
+    for run in range(WARM_UP_STEPS + 1):
+        is_counted = run == WARM_UP_STEPS
         runs = min(RUNS_TO_COUNT if is_counted else RUNS_TO_SETTLE, plan.microbatches)
         with (
             replay_microbatches(counter, plan.microbatches, runs)
-            if are_microbatches_identical(plan) and update.auxiliary is None  # which needs all of them
+            if are_microbatches_identical(plan) and training.step.auxiliary is None  # which needs all of them
             else contextlib.nullcontext(),
             counter if is_counted else contextlib.nullcontext(),
         ):
-            local = update(microbatches, step, 1.0)
-            names = sorted(update.named.sums)
+            local = update(
+                microbatches, update.first_whole_step if isinstance(update, UpdateSequence) else run, 1.0
+            )
+            names = {name: sorted(lead.named.sums) for name, lead, _ in passes}
             reduce_metrics_async([local], ControlFlags(), 0.0, dist.get_world_size(), update.device, names)
     return counter.volume()
 

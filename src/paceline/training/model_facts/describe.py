@@ -43,6 +43,11 @@ def describe(spec: Spec, task: Task | None = None) -> ModelFacts:
     from paceline.training.model_analysis import build_meta_model
 
     task = task if task is not None else load_task(spec.task, spec.set)
+    if type(task).updates is not Task.updates:
+        raise PlanError(
+            f"the cost of a step with updates() of {type(task).__name__} is not predicted; specify a plan, "
+            "such as --plan ddp"
+        )
     batch = example_batch(spec.model_copy(update={"batch": SAMPLES}), task, ResolvedPlan())
     return describe_model(build_meta_model(spec, task).model, task, batch, SAMPLES)
 

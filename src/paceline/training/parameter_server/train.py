@@ -52,7 +52,7 @@ def train_against_servers(
     single_plan = replace(plan, dp=1, servers=None, staleness=None)
     single_world = replace(world, rank=0, size=1)
     training = build_training(spec, single_plan, single_world, task, device)
-    model, update, optimizer = training.model, training.update, training.update.optimizer
+    model, update, optimizer = training.model, training.update, training.step.optimizer
     assert isinstance(update, TrainingStep)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     slices = assign_slices(trained, plan.num_servers, by_row=type(optimizer).__name__ in ELEMENTWISE)

@@ -47,7 +47,9 @@ def count_weight_bytes(training: PreparedTraining) -> int:
 
 def count_optimizer_bytes(training: PreparedTraining) -> int:
     """Return the bytes of this rank's optimizer state."""
-    states = local_optimizer(training.step.optimizer).state.values()
+    states = [
+        values for optimizer in training.optimizers for values in local_optimizer(optimizer).state.values()
+    ]
     return sum(
         find_storages(
             value for state in states for value in state.values() if isinstance(value, Tensor)

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from paceline.plan.cost_model.compare import MAX_PROFILED_STEPS
 from paceline.plan.plan import ResolvedPlan
 from paceline.torch_compat import LOG_ERROR, set_log_level
 from paceline.training.profiling import peak_memory
+from paceline.training.profiling.peak_memory import PeakMemory
 from paceline.training.profiling.time_breakdown import (
     END,
     GRADIENTS,
@@ -27,6 +28,7 @@ from paceline.training.profiling.time_breakdown import (
     measure_on_host,
 )
 from paceline.training.setup import PreparedTraining
+from paceline.training.update_sequence import UpdateSequence
 
 MAX_SHARE = 0.01  # of the training time that profiles may take
 WARM_UP_STEPS = 3  # before the first profiled step
@@ -101,7 +103,9 @@ class StepProfiler:
             self.open = None
 
     def _count_steps(self, step: int) -> int:
-        """Return the steps of a profile: one round if weights are averaged periodically, else one."""
+        """Return the steps of a profile, which repeat: a round of averaging, or of updates, else one."""
+        if isinstance(self.training.update, UpdateSequence):
+            return self.training.update.period
         local = self.training.local
         return local.period if local is not None and step >= local.switch else 1
 
@@ -141,12 +145,12 @@ class _Profile:
         self.training, self.device, self.steps, self.first = training, device, steps, first
         began = time.perf_counter()
         self.data_ns: list[int] = []
-        self.grads: peak_memory.StorageBytes = {}
+        self.grads: list[peak_memory.StorageBytes] = []  # of each pass
         self.constant_bytes = (
             peak_memory.count_weight_bytes(training),
             peak_memory.count_optimizer_bytes(training),
         )
-        self.observe, training.step.observe = training.step.observe, self._observe
+        self.observe = self._replace_observer(self._observe)
         self.profiler: Any = None
         if not torch.autograd._profiler_enabled():  # else the user is profiling
             # torch 2.13: the profiler reports its start on standard error at a lower level.
@@ -170,9 +174,19 @@ class _Profile:
         if self.observe is not None:
             self.observe(what, step)
         with _mark(GRADIENTS if what == "gradients" else UPDATED):
-            self.grads = (
-                peak_memory.find_gradient_storages(self.training) if what == "gradients" else self.grads
-            )
+            if what == "gradients":
+                self.grads.append(peak_memory.find_gradient_storages(self.training))
+
+    def _replace_observer(
+        self, observe: Callable[[str, int], None] | None
+    ) -> Callable[[str, int], None] | None:
+        """Set what is called before and after the update of each pass, and return what was called before."""
+        update, step = self.training.update, self.training.step
+        if isinstance(update, UpdateSequence):
+            previous, update.observe_pass = update.observe_pass, observe
+        else:
+            previous, step.observe = step.observe, observe
+        return previous
 
     def is_done(self, step: int, data_s: float) -> bool:
         """End a step, and return whether it is the last of the profile."""
@@ -190,7 +204,7 @@ class _Profile:
         A thread of gloo that ends a collective after that would write into freed memory (torch 2.13). So the
         profiler goes on if a collective does not end, for example because another rank failed.
         """
-        self.training.step.observe = self.observe
+        self._replace_observer(self.observe)
         if self.profiler is None or not wait_for_collectives(STOP_S):
             return False
         self.profiler.__exit__(None, None, None)
@@ -210,18 +224,37 @@ class _Profile:
         ops = list(_convert_events(results.events(), cuda))
         seconds = (measure_on_device if cuda else measure_on_host)(ops, self.data_ns)
         allocations = peak_memory.find_allocations(results.experimental_event_tree(), self.device)
-        steps, gradients, _, ends = find_marks(ops)
-        peak = peak_memory.measure_peak(
-            self.constant_bytes, self.grads, allocations, steps[-1], gradients[-1][0], ends[-1]
-        )
+        peak = self._find_peak(ops, allocations)
         if cuda:  # its allocator also counts memory outside of tensors
             peak_bytes = torch.cuda.max_memory_allocated(self.device)
             peak = peak._replace(activations=max(0.0, peak_bytes - peak.total + peak.activations))
         self.cost_s += time.perf_counter() - began + EVENT_S * len(ops)
         return [self.cost_s, 1.0, *seconds, *peak]
 
+    def _find_peak(self, ops: Sequence[Op], allocations: Sequence[peak_memory.Allocation]) -> PeakMemory:
+        """Return the memory at the peak of the last step, or of all steps if they run different updates."""
+        steps, gradients, updated, ends = find_marks(ops)
+        created = {allocation.address for allocation in allocations if allocation.bytes > 0}
+        buckets = {
+            address: size for grads in self.grads for address, size in grads.items() if address not in created
+        }
+        has_updates = isinstance(self.training.update, UpdateSequence)
+        peaks = []
+        for begin, end in [*zip(steps, ends, strict=True)][0 if has_updates else -1 :]:
+            of_step = [at for at, (marked, _) in enumerate(gradients) if begin <= marked < end]
+            for at in of_step:
+                until = end if at == of_step[-1] else updated[at]
+                grads = buckets | self.grads[at]
+                peaks.append(
+                    peak_memory.measure_peak(
+                        self.constant_bytes, grads, allocations, begin, gradients[at][0], until
+                    )
+                )
+                begin = until
+        return max(peaks, key=lambda peak: peak.total)
 
-NUM_COLUMNS = 2 + len(StepSeconds._fields) + len(peak_memory.PeakMemory._fields)
+
+NUM_COLUMNS = 2 + len(StepSeconds._fields) + len(PeakMemory._fields)
 
 
 _mark = torch.autograd.profiler.record_function
@@ -272,7 +305,7 @@ def _make_profiled_event(rows: list[list[float]], plan: ResolvedPlan, step: int,
     """Return the event of a profile, given the row of each rank."""
     count = len(StepSeconds._fields)
     seconds = [StepSeconds(*row[2 : 2 + count]) for row in rows]
-    peaks = [peak_memory.PeakMemory(*row[2 + count :]) for row in rows]
+    peaks = [PeakMemory(*row[2 + count :]) for row in rows]
     parts = [_split_bubble(rank, plan, min(other.transfer for other in seconds)) for rank in seconds]
     busy = [rank["compute"] + rank["input"] + rank["optimizer"] + rank["other"] for rank in parts]
     stages = [[rank for rank in range(len(rows)) if plan.place(rank).pp == pp] for pp in range(plan.pp)]

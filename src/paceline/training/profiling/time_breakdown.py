@@ -76,18 +76,21 @@ def measure_on_host(ops: Sequence[Op], data_ns: Sequence[int]) -> StepSeconds:
     total_ns = dict.fromkeys(
         ("step", "compute", "communication", "neighbours", "input", "optimizer", "other"), 0
     )
-    for begin, data, (grads_begin, grads_end), update_end, end in zip(
-        steps, data_ns, gradients, updated, ends, strict=True
-    ):
-        forward = begin + data
-        total_ns["step"] += end - begin - (grads_end - grads_begin)
+    updates = list(zip(gradients, updated, strict=True))
+    for begin, data, end in zip(steps, data_ns, ends, strict=True):
+        since = begin + data
+        total_ns["step"] += data
         total_ns["input"] += data
-        total_ns["communication"] += sum_spans(waiting, forward, grads_begin)
-        total_ns["communication"] += sum_spans(waiting, grads_end, end)
-        total_ns["neighbours"] += sum_spans(beside, forward, grads_begin) + sum_spans(beside, grads_end, end)
-        total_ns["compute"] += grads_begin - forward - sum_spans(all_waiting, forward, grads_begin)
-        total_ns["optimizer"] += update_end - grads_end - sum_spans(all_waiting, grads_end, update_end)
-        total_ns["other"] += end - update_end - sum_spans(all_waiting, update_end, end)
+        spans = []  # of the step, by part
+        for (grads_begin, grads_end), update_end in updates:  # of each pass
+            if begin <= grads_begin < end:
+                spans += [("compute", since, grads_begin), ("optimizer", grads_end, update_end)]
+                since = update_end
+        for part, first, last in [*spans, ("other", since, end)]:
+            total_ns["step"] += last - first
+            total_ns["communication"] += sum_spans(waiting, first, last)
+            total_ns["neighbours"] += sum_spans(beside, first, last)
+            total_ns[part] += last - first - sum_spans(all_waiting, first, last)
     return _average_steps(total_ns, len(steps), beside, near)
 
 
@@ -128,7 +131,10 @@ def measure_on_device(ops: Sequence[Op], data_ns: Sequence[int]) -> StepSeconds:
 
 
 def find_marks(ops: Sequence[Op]) -> tuple[list[int], list[Span], list[int], list[int]]:
-    """Return the times of each of MARKS. GRADIENTS is a span: it takes time that belongs to no part."""
+    """Return the times of each of MARKS.
+
+    GRADIENTS is a span: it takes time that belongs to no part. A step has one and UPDATED for each pass.
+    """
     spans_of_marks = [sorted(_spans(op for op in ops if op.name == mark)) for mark in MARKS]
     steps, _, updated, ends = ([begin for begin, _ in spans] for spans in spans_of_marks)
     return steps, spans_of_marks[1], updated, ends
