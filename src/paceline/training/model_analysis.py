@@ -34,6 +34,16 @@ if TYPE_CHECKING:
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
+def widen_(model: nn.Module) -> None:
+    """Convert a model to float64 and complex128. A buffer with two names stays one, other than in `to`."""
+    buffers = {id(buffer): buffer.to(WIDER.get(buffer.dtype)) for buffer in model.buffers()}
+
+    def widen(tensor: Tensor) -> Tensor:
+        return buffers[id(tensor)] if id(tensor) in buffers else tensor.to(WIDER.get(tensor.dtype))
+
+    model._apply(widen)
+
+
 @dataclass(frozen=True)
 class ModelAnalysis:
     """A model on the meta device, and what its plan needs to know of it. The same on every rank."""
@@ -58,7 +68,7 @@ def build_meta_model(spec: Spec, task: Task) -> ModelAnalysis:
     with UserCode("model()", task.model):
         model, weights, recorded = record(task.model, spec.seed)
     if spec.precision == "fp64":
-        model._apply(lambda tensor: tensor.to(WIDER.get(tensor.dtype)))
+        widen_(model)
     # torch's first weight_norm leaves a computed tensor in its module, which deepcopy refuses.
     for module in model.modules():
         computed = {
