@@ -156,6 +156,7 @@ class Coordinator:
             for worker in sorted(late):
                 self._drop(worker, f"it pushed no gradients for {timeout_s:.0f} s")
         if not pushed:
+            self._call_all(lambda _: Message("ping"))  # raises if a server is gone: that ends all workers
             raise RankError(f"all {self.workers} workers are gone; resume from the last checkpoint")
         return pushed
 

@@ -107,6 +107,9 @@ class ServerShard:
             self.copy |= {name: buffer.clone().cpu() for name, buffer in self.statistics.items()}
         return self.copy
 
+    def _ping(self, message: Message) -> Message:
+        return Message("alive")
+
     def _sum(self, message: Message) -> Message:
         items: Mapping[int, float] = message.fields["items"]  # of each worker that counts
         pushed = self.pushed.get(message.fields["step"], {})
