@@ -52,7 +52,7 @@ class Training:
             self.step += 1
 
     def state(self) -> dict[str, Tensor]:
-        return collect_state(self.model, self.optimizer)
+        return collect_state(self.model, [self.optimizer])
 
     def index(self) -> Index:
         facts = {
@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(threads_per_rank(ranks, options.threads))
     training = Training(ranks)
     run = RunFolder(Path(os.environ["SAVE_TO"]))
-    saver = Saver(run, Plan().on(ranks), rank, ranks, torch.device("cpu"))
+    saver = Saver(run, Plan().resolve(ranks), rank, ranks, torch.device("cpu"))
     training.run_steps(2)
     measure_round(training, saver, 2)  # warm-up; allocates the memory to which the state is copied
     rounds = [measure_round(training, saver, options.steps) for _ in range(options.rounds)]

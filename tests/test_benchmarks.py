@@ -32,7 +32,7 @@ SMALLEST = {
     "steps": "--rounds 2 --tries 1",
     "storage": "--rounds 2",
     "tensor": "--rounds 2",
-    "works": "--ranks 2 --steps 2 --models Uneven",
+    "works": "--ranks 2 --steps 2 --models uneven",
 }
 NEEDS = {"storage": "fio"}
 

@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 
 from paceline import Task
 
-SIZES = {"train": 12, "validation": 7, "test": 11, "shifted": 3}
+SIZES = {"train": 12, "validation": 7, "test": 11, "shifted": 8}
 
 
 class Net(Task):
@@ -125,7 +125,7 @@ def test_a_metric_of_another_split_ends_the_training(tmp_path) -> None:
 
 @pytest.mark.parametrize("at", [3, 4, 5])
 def test_a_stop_while_any_split_is_evaluated_does_not_change_the_metrics(at, tmp_path) -> None:
-    """Steps 1 and 2 ask once each, and each split asks when its evaluation begins."""
+    """Steps 1 and 2 ask once each, and each split asks before its second batch."""
     spec = make_spec(
         tmp_path, save=Save(best="max shifted/near"), stop=Stop(metric="min test/loss", patience=9)
     )
@@ -161,7 +161,7 @@ def test_commands_that_evaluate_nothing_accept_the_splits(command, tmp_path) -> 
     make_spec(tmp_path)
     splits = ("--set", 'spec.evaluate_splits=["test"]')
     options = {"verify": ("--plan", "ddp"), "drill": ("--faults", "clock")}[command]
-    words = ("--ranks", "2", "--batch", "6", "--steps", "4", *options)
+    words = ("--ranks", "2", "--batch", "6", "--steps", "8", *options)
     succeed(command, "splits_task.py:Net", *words, *splits, at=tmp_path)
 
 

@@ -207,15 +207,15 @@ class Masked(Points):
         )
 
     def dataset(self, split: str) -> Any:
-        words = torch.randint(0, WORDS, (64, 12), generator=torch.Generator().manual_seed(0))
-        return [(row, row) for row in words]
+        words = torch.randint(0, WORDS, (2, 64, 12), generator=torch.Generator().manual_seed(0))
+        return list(zip(*words, strict=True))
 
     def inputs(self, batch: Any) -> Any:
         return {"input_ids": batch[0]}
 
     def loss(self, output: Any, batch: Any) -> Tensor:
-        labels = torch.randint(0, WORDS, batch[1].shape, generator=torch.Generator().manual_seed(1))
-        return nn.functional.cross_entropy(output.logits.transpose(1, 2), labels, reduction="none").mean(1)
+        logits = output.logits.transpose(1, 2)
+        return nn.functional.cross_entropy(logits, batch[1], reduction="none").mean(1)
 
     def metrics(self, output: Any, batch: Any) -> dict[str, Tensor]:
         return {}
@@ -223,12 +223,12 @@ class Masked(Points):
 
 def compute_plain_losses(task: Masked) -> Tensor:
     """Return the loss of all samples before the first step, for plain constructions with several seeds."""
-    words = torch.stack([row for row, _ in task.dataset("train")])
+    words, labels = map(torch.stack, zip(*task.dataset("train"), strict=True))
     losses = []
     for seed in range(8):
         torch.manual_seed(seed)
         with torch.no_grad():
-            losses.append(task.loss(task.model()(input_ids=words), (words, words)).mean())
+            losses.append(task.loss(task.model()(input_ids=words), (words, labels)).mean())
     return torch.stack(losses)
 
 
