@@ -560,9 +560,7 @@ def _has(tree: Any, path: list[str]) -> bool:
 
 def _build_with(tree: dict[str, Any], overrides: Mapping[str, Any]) -> tuple[Spec, Launch]:
     for key, value in overrides.items():
-        *parents, leaf = (
-            key.split(".", 1) if not key.startswith("set.") else ("set", key.removeprefix("set."))
-        )
+        *parents, leaf = key.split(".", -1 if key.startswith("set.") else 1)
         node = tree
         for name in parents:
             node = node.setdefault(name, {})
@@ -623,15 +621,19 @@ def _is_sealed(content: bytes) -> bool:
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
     """Return the overrides for `load` that `["width=64", "optimizer.eps=1e-6", "spec.threads=1"]` stands for.
 
-    A name without dots is a field of the task. A dotted name is a key of the request, where `spec.` precedes
-    the keys of the top level. Raises SpecError.
+    A dotted name that begins with a table of the request, or with `spec.` for the keys of its top level, is a
+    key of the request. Another name is a field of the task, or of a table in it: `lora.rank=16`. Raises
+    SpecError.
     """
     overrides: dict[str, Any] = {}
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not all(key.split(".")):
             raise SpecError(f"--set must be NAME=VALUE, got {abbreviate(item)}")
-        name = key.removeprefix("spec.") if "." in key else f"set.{key}"
+        if key.count(".") > MAX_DEPTH:
+            raise SpecError(f"--set {abbreviate(key, str)}: {TOO_LARGE}")
+        table = key.partition(".")[0] if "." in key else ""
+        name = key.removeprefix("spec.") if table in {"spec", *TABLES} else f"set.{key}"
         value = parse_value(text, key)
         check_same_value(key, "--set", overrides.get(name, value), "another --set", value)
         overrides[name] = value

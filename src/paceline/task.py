@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, dataclass_transform
 
 import tomli_w
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from paceline.errors import TaskError
 from paceline.spec import KEYS, TABLES, abbreviate, describe_error, set_key, suggest
@@ -368,9 +368,11 @@ def load_task(reference: str, fields: Mapping[str, Any]) -> Task:
 def build_task(kind: type[Task], reference: str, fields: Mapping[str, Any]) -> Task:
     """Return a task of a class, with these fields. `reference` names it in errors. Raises TaskError."""
     known = [field.name for field in dataclasses.fields(kind)]
-    for name in fields:
+    for name, value in fields.items():
         if name not in known:
-            raise TaskError(f"{reference} has no field {abbreviate(name, str)}{_suggest_field(name, known)}")
+            raise TaskError(
+                f"{reference} has no field {abbreviate(name, str)}{_suggest_field(name, value, known)}"
+            )
     with UserCode(kind.__name__, kind.__init__):  # the fields may have validators
         try:
             # As JSON, because strict validation accepts a list for a tuple only there.
@@ -418,9 +420,12 @@ def check_task_class(kind: type[Task], reference: str) -> None:
         )
 
 
-def _suggest_field(name: str, fields: list[str]) -> str:
+def _suggest_field(name: str, value: Any, fields: list[str]) -> str:
     """Return a hint for an unknown field: the nearest field, or the key of the request with that name."""
     hint = suggest(name, fields)
+    if isinstance(value, dict) and not hint.startswith("; did"):  # of a dotted name, such as optimiser.lr
+        table = suggest(name, sorted(TABLES - {"set"}))
+        return f"{table[:-1]}.{next(iter(value), '')}?" if table.startswith("; did") else hint
     keys = [set_key(key) for key in KEYS if key.rpartition(".")[2] == name and key not in TABLES]
     return (
         f"; a key of the request is set by --set {keys[0]}=VALUE"
@@ -514,8 +519,14 @@ def read_layout(task: Task) -> Layout:
 
 
 def field_values(task: Task) -> dict[str, Any]:
-    """Return the fields of a task, by name."""
-    return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+    """Return the fields of a task, by name. A field that is a table is a dict."""
+    return {field.name: _as_table(getattr(task, field.name)) for field in dataclasses.fields(task)}
+
+
+def _as_table(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_none=True)
+    return value
 
 
 def reference_to(task: Task) -> str:
@@ -535,8 +546,7 @@ def storable_fields(task: Task) -> dict[str, Any] | None:
     """Return the fields of a task as a request stores them, or None if TOML cannot represent one of them."""
     kind = type(task)
     try:
-        values = TypeAdapter(kind).dump_python(task, mode="json", warnings="none")
-        fields = {name: value for name, value in values.items() if value is not None}
+        fields = TypeAdapter(kind).dump_python(task, mode="json", warnings="none", exclude_none=True)
         tomli_w.dumps(fields)
         loaded = build_task(kind, kind.__name__, fields)
     except Exception:  # a value of any class, whose methods are the user's

@@ -41,9 +41,8 @@ def request(folder: Path, **fields: Any) -> tuple[Task, Spec]:
     values = {
         "data": str(folder.parent / "text.txt"),
         "length": LENGTH,
-        "lora_rank": RANK,
-        "lora_alpha": ALPHA,
         **fields,
+        "lora": {"rank": RANK, "alpha": ALPHA, **fields.get("lora", {})},
     }
     spec = Spec(task=f"hf:{folder}", set=values, steps=STEPS, batch=BATCH, precision="fp64")
     return load_task(spec.task, spec.set), spec
@@ -127,7 +126,7 @@ def trained_names(folder: Path, **fields: Any) -> set[str]:
 
 
 def test_only_adapters_are_trained(here: Path) -> None:
-    chosen = trained_names(here / "llama", lora_targets=["q_proj", "v_proj"])
+    chosen = trained_names(here / "llama", lora={"targets": ["q_proj", "v_proj"]})
     assert chosen == {
         f"model.layers.{layer}.self_attn.{name}_proj.lora_{part}"
         for layer in (0, 1)
@@ -142,11 +141,12 @@ def test_only_adapters_are_trained(here: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lora_targets": ["q_porj"]}, r"no linear layer 'q_porj'; did you mean q_proj\?"),
-        ({"lora_rank": 0}, "lora_rank must be at least 1, got 0"),
-        ({"lora_rank": None}, "lora_alpha and lora_targets require lora_rank, such as --set lora_rank=16"),
+        ({"targets": ["q_porj"]}, r"no linear layer 'q_porj'; did you mean q_proj\?"),
+        ({"rank": 0}, "lora.rank must be greater than or equal to 1, got 0"),
+        ({"alpha": 0.0}, "lora.alpha must be greater than 0, got 0.0"),
+        ({"rnak": 2}, r"unknown field lora.rnak"),
     ],
 )
 def test_bad_adapters_are_refused(here: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(Error, match=message):
-        request(here / "llama", **fields)[0].model()
+        request(here / "llama", lora=fields)[0].model()

@@ -35,14 +35,14 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def request(folder: Path, objective: str = "causal-lm", **fields: Any) -> Spec:
-    values = {"data": "", "objective": objective, "lora_rank": RANK, "lora_alpha": ALPHA, **fields}
+    values = {"data": "", "objective": objective, "lora": {"rank": RANK, "alpha": ALPHA}, **fields}
     return Spec(task=f"hf:{folder}", set=values)
 
 
 def change_adapters(spec: Spec) -> dict[str, Tensor]:
     """Return the weights of a model after a training, in which only trained tensors changed."""
     trained, base = export.find_model(spec), find_base(spec)
-    model = build_model(base, trained.objective, trained.labels, trained.adapters)
+    model = build_model(base, trained.objective, trained.labels, trained.lora)
     plain = getattr(transformers, AUTO[spec.set["objective"]]).from_pretrained(base.path, dtype=torch.float32)
     model.load_state_dict(plain.state_dict(), strict=False)
     draw = torch.Generator().manual_seed(3)
@@ -93,7 +93,7 @@ def write_both(spec: Spec, tmp_path: Path) -> tuple[dict[str, Tensor], Any, dict
 def test_adapters_merged_by_hand_give_the_logits_of_the_run(here: Path, tmp_path: Path, kind: str) -> None:
     spec = request(here / kind)
     weights, merged, config = write_both(spec, tmp_path)
-    model = build_model(find_base(spec), "causal-lm", None, export.find_model(spec).adapters)
+    model = build_model(find_base(spec), "causal-lm", None, export.find_model(spec).lora)
     model.load_state_dict(weights)
     with torch.no_grad():
         expected = model.eval()(TOKENS).logits
@@ -106,11 +106,13 @@ def test_adapters_merged_by_hand_give_the_logits_of_the_run(here: Path, tmp_path
 
 
 def test_classifier_is_exported_with_its_adapters(here: Path, tmp_path: Path) -> None:
-    spec = request(here / "bert", "classification", lora_targets=["query", "dense"])
+    spec = request(
+        here / "bert", "classification", lora={"rank": RANK, "alpha": ALPHA, "targets": ["query", "dense"]}
+    )
     weights, merged, config = write_both(spec, tmp_path)
     assert config["modules_to_save"] == ["classifier"]
     assert torch.equal(merged.classifier.weight, weights["classifier.weight"])
-    model = build_model(find_base(spec), "classification", None, export.find_model(spec).adapters)
+    model = build_model(find_base(spec), "classification", None, export.find_model(spec).lora)
     model.load_state_dict(weights)
     with torch.no_grad():
         expected = model.eval()(TOKENS).logits
@@ -194,7 +196,7 @@ def test_runs_without_adapters_are_refused(here: Path) -> None:
 @pytest.mark.slow
 def test_adapters_of_a_run_under_zero3(here: Path, tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt")
-    words = "--set data=text.txt --set length=8 --set lora_rank=2 --steps 3 --batch 4 --ranks 2 --plan zero3"
+    words = "--set data=text.txt --set length=8 --set lora.rank=2 --steps 3 --batch 4 --ranks 2 --plan zero3"
     succeed("train", f"hf:{here}/llama", *words.split(), "--lr", "0.01", "--run-dir", "r", at=tmp_path)
     output = succeed("export", "r", "--adapters", "-o", "out", at=tmp_path).out
     assert output == f"out: adapters of 14 layers of {here}/llama, of r/ckpt/step_3; checked\n"

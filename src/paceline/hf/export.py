@@ -1,5 +1,6 @@
 """Write the weights of a run as a folder that `from_pretrained` loads, and check it by loading it."""
 
+import json
 import os
 import secrets
 import shutil
@@ -14,8 +15,8 @@ from torch import Tensor
 from paceline.errors import RunError, TaskError
 from paceline.files import reason
 from paceline.hf.folder import CONFIG, ModelFolder, describe_briefly, import_transformers, open_folder
-from paceline.hf.lora import merge
-from paceline.hf.task import Adapters, build_model, read_adapters, set_labels_
+from paceline.hf.lora import Lora, merge
+from paceline.hf.task import build_model, set_labels_
 from paceline.spec import HF_TASK, Spec
 
 # Files of a folder that say how to use its model: the tokenizer, generation, the template of a chat.
@@ -52,7 +53,7 @@ class TrainedModel:
     source: ModelFolder
     objective: str | None = None
     labels: tuple[str, ...] | None = None  # of a classifier
-    adapters: Adapters | None = None
+    lora: Lora | None = None
 
     def build(self) -> Any:
         """Return the model on the meta device, without adapters."""
@@ -61,10 +62,10 @@ class TrainedModel:
 
     def merge(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the weights of the model without adapters that computes the same as that of the run."""
-        if self.adapters is None:
+        if self.lora is None:
             return weights
         with torch.device("meta"):
-            adapted = build_model(self.source, self.objective, self.labels, self.adapters)
+            adapted = build_model(self.source, self.objective, self.labels, self.lora)
         return merge(weights, adapted)
 
     def read_config(self) -> Any:
@@ -84,7 +85,10 @@ def find_model(spec: Spec) -> TrainedModel:
     # The weights of the folder are not needed any more.
     source = open_folder(str(path if path.name == CONFIG else path / CONFIG))
     names = tuple(labels) if labels is not None else None
-    return TrainedModel(source, spec.set.get("objective"), names, read_adapters(spec.set))
+    lora = spec.set.get("lora")
+    return TrainedModel(
+        source, spec.set.get("objective"), names, Lora.model_validate_json(json.dumps(lora)) if lora else None
+    )
 
 
 def write_folder(weights: Mapping[str, Tensor], model: TrainedModel, out: Path) -> None:

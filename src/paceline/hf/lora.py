@@ -2,16 +2,37 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from paceline.errors import TaskError
-from paceline.spec import suggest
+from paceline.spec import Value, suggest
 
 A, B = "lora_A", "lora_B"
+
+
+class Lora(Value):
+    """The table `lora` of a task: adapters, in place of training all weights."""
+
+    rank: Annotated[int, Field(ge=1, description="columns of A and rows of B")]
+    alpha: Annotated[
+        float | None,
+        Field(gt=0, description="adapters are scaled by alpha ÷ rank; by default, alpha is the rank"),
+    ] = None
+    targets: Annotated[
+        tuple[str, ...] | None,
+        Field(
+            description="last parts of names of linear layers, such as q_proj; by default, all but the output"
+        ),
+    ] = None
+
+    @property
+    def resolved_alpha(self) -> float:
+        return self.alpha if self.alpha is not None else float(self.rank)
 
 
 class LoraLinear(nn.Module):
@@ -36,12 +57,9 @@ class LoraLinear(nn.Module):
         return F.linear(x, weight, self.bias) + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
 
 
-def add_adapters_(
-    model: Any, rank: int, alpha: float, targets: tuple[str, ...] | None, trained: tuple[str, ...] = ()
-) -> None:
+def add_adapters_(model: Any, lora: Lora, trained: tuple[str, ...] = ()) -> None:
     """Freeze a model of transformers, and add an adapter to each target.
 
-    targets: last parts of the names of linear layers, such as q_proj; None: all except the output layer.
     trained: names of modules that stay trained. Raises TaskError for a target that does not exist.
     """
     from transformers.pytorch_utils import Conv1D
@@ -51,9 +69,9 @@ def add_adapters_(
     }
     output = model.get_output_embeddings()
     known = sorted({name.rpartition(".")[2] for name, layer in layers.items() if layer is not output})
-    for target in targets or ():
+    for target in lora.targets or ():
         if target not in known:
-            raise TaskError(f"lora_targets: the model has no linear layer {target!r}{suggest(target, known)}")
+            raise TaskError(f"lora.targets: the model has no linear layer {target!r}{suggest(target, known)}")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name in trained:
@@ -61,9 +79,9 @@ def add_adapters_(
             parameter.requires_grad_(True)
     for name, layer in layers.items():
         parent, _, last = name.rpartition(".")
-        if layer is output or name in trained or (targets is not None and last not in targets):
+        if layer is output or name in trained or (lora.targets is not None and last not in lora.targets):
             continue
-        setattr(model.get_submodule(parent), last, LoraLinear(layer, rank, alpha))
+        setattr(model.get_submodule(parent), last, LoraLinear(layer, lora.rank, lora.resolved_alpha))
 
 
 def merge(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

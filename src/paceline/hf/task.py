@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from paceline.hf.experts import (
     sum_router_outputs,
 )
 from paceline.hf.folder import ModelFolder, check_vocabulary, import_transformers, load_tokenizer, open_folder
-from paceline.hf.lora import add_adapters_
+from paceline.hf.lora import Lora, add_adapters_
 from paceline.hf.objectives import CAUSAL_LM, CLASSIFICATION, MASKED_LM, SEQ2SEQ, Objective, choose_objective
 from paceline.hf.samples import (
     IGNORED,
@@ -55,9 +54,7 @@ class HuggingFace(Task):
     labels: tuple[str, ...] | None = None  # names of the classes; by default, those of the config
     masked: float = 0.15  # share of the tokens that masked-lm predicts
     router_aux_loss_coef: float | None = None  # of the loss that balances experts; by default, see the docs
-    lora_rank: int | None = None  # train adapters of this rank, and freeze the model
-    lora_alpha: float | None = None  # adapters are scaled by alpha ÷ rank; by default, alpha is the rank
-    lora_targets: tuple[str, ...] | None = None  # linear layers with adapters; by default, all but the output
+    lora: Lora | None = None  # train adapters, and freeze the model: --set lora.rank=16
 
     def __post_init__(self) -> None:
         folder = open_folder(self.folder)
@@ -69,10 +66,6 @@ class HuggingFace(Task):
         if self.router_aux_loss_coef is not None and not 0 <= self.router_aux_loss_coef < math.inf:
             raise TaskError(f"router_aux_loss_coef must be 0 or above, got {self.router_aux_loss_coef}")
         self._find_balance()
-        if self.lora_rank is None and (self.lora_alpha is not None or self.lora_targets is not None):
-            raise TaskError("lora_alpha and lora_targets require lora_rank, such as --set lora_rank=16")
-        if self.lora_rank is not None and self.lora_rank < 1:
-            raise TaskError(f"lora_rank must be at least 1, got {self.lora_rank}")
         for file in (self.data, self.validation):
             if file is not None and not Path(file).is_file():
                 raise DataError(f"no such data file: {file}; specify a text file or JSON lines")
@@ -82,7 +75,7 @@ class HuggingFace(Task):
             open_folder(self.folder),
             self.objective,
             self.labels,
-            read_adapters(vars(self)),
+            self.lora,
             balances=self._has_auxiliary_loss(),
         )
 
@@ -206,30 +199,11 @@ class HuggingFace(Task):
         return {"accuracy": (output.logits.argmax(-1) == batch["labels"]).flatten()}
 
 
-@dataclass(frozen=True)
-class Adapters:
-    """The adapters of a training: rank, scale times rank, and the names of the linear layers."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...] | None
-
-
-def read_adapters(fields: Mapping[str, Any]) -> Adapters | None:
-    """Return the adapters that the fields of a task request; None: the whole model is trained."""
-    rank, alpha, targets = (fields.get(f"lora_{name}") for name in ("rank", "alpha", "targets"))
-    if rank is None:
-        return None
-    return Adapters(
-        rank, alpha if alpha is not None else rank, tuple(targets) if targets is not None else None
-    )
-
-
 def build_model(
     folder: ModelFolder,
     objective: str | None,
     labels: tuple[str, ...] | None = None,
-    adapters: Adapters | None = None,
+    lora: Lora | None = None,
     balances: bool = False,
 ) -> nn.Module:
     """Return the model of a folder for an objective, with random weights.
@@ -256,11 +230,11 @@ def build_model(
         # The token for padding may be the one that ends a text. Some models look for it among the values of
         # the tokens, which a forward pass on the meta device lacks.
         model.config.pad_token_id = None
-    if adapters is not None:
+    if lora is not None:
         base = model.base_model_prefix
         # A new classifier learns nothing while it is frozen.
         heads = tuple(name for name, _ in model.named_children() if row is CLASSIFICATION and name != base)
-        add_adapters_(model, adapters.rank, adapters.alpha, adapters.targets, heads)
+        add_adapters_(model, lora, heads)
     built: nn.Module = model
     return built
 

@@ -28,9 +28,9 @@ TASK_TYPES = {CAUSAL_LM: "CAUSAL_LM", SEQ2SEQ: "SEQ_2_SEQ_LM", CLASSIFICATION: "
 
 def find_base(spec: Spec) -> ModelFolder:
     """Return the folder whose model the adapters of a run change. Raises RunError and TaskError."""
-    if spec.task != HF_TASK or spec.set.get("lora_rank") is None:
+    if spec.task != HF_TASK or spec.set.get("lora") is None:
         raise RunError(
-            f"--adapters requires a run of hf:FOLDER with --set lora_rank, got task {spec.task}"
+            f"--adapters requires a run of hf:FOLDER with --set lora.rank=16, got task {spec.task}"
             f"{' without adapters' if spec.task == HF_TASK else ''}; use --format safetensors"
         )
     folder = open_folder(spec.set["folder"])
@@ -52,9 +52,9 @@ def write_adapters(weights: Mapping[str, Tensor], trained: TrainedModel, base: M
 
     Raises RunError and TaskError.
     """
-    assert trained.adapters is not None
+    assert trained.lora is not None
     with torch.device("meta"):
-        model: Any = build_model(base, trained.objective, trained.labels, trained.adapters)
+        model: Any = build_model(base, trained.objective, trained.labels, trained.lora)
     _check_base(weights, model, base)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLinear)}
     heads = _find_trained_modules(model)
@@ -64,8 +64,8 @@ def write_adapters(weights: Mapping[str, Tensor], trained: TrainedModel, base: M
         "task_type": TASK_TYPES.get(choose_objective(trained.objective, base)),
         "base_model_name_or_path": str(base.path.absolute()),
         "inference_mode": True,
-        "r": trained.adapters.rank,
-        "lora_alpha": trained.adapters.alpha,
+        "r": trained.lora.rank,
+        "lora_alpha": trained.lora.resolved_alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": all(layer.is_transposed for layer in layers.values()),
