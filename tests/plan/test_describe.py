@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from paceline import Task
+from paceline.after_step import Ema, StepOperation
 from paceline.errors import TaskError
 from paceline.plan.cost_model.framework_profiles import FLOAT32
 from paceline.plan.cost_model.memory import predict_memory
@@ -165,6 +166,24 @@ def test_live_memory_is_equal_with_and_without_values() -> None:
 def peak_bytes(facts: ModelFacts, plan: str, ranks: int, part: str) -> float:
     memory = predict_memory(facts, split_work(parse(plan), ranks, 8), FLOAT32, 0.0)
     return {part.name: part.value for part in memory.parts}.get(part, 0.0)
+
+
+class AveragedText(Text):
+    def after_step(self) -> list[StepOperation]:
+        return [Ema(0.9, params="blocks.*")]
+
+
+def test_moving_averages_are_sharded_like_the_weights() -> None:
+    spec, task = Spec(task="text", batch=8), AveragedText()
+    facts, plain = describe(spec, task), describe(spec, Text())
+    averaged = sum(
+        parameter.numel() for name, parameter in task.model().named_parameters() if name.startswith("blocks.")
+    )
+    assert averaged > 0
+    for plan, shards in (("ddp", 1), ("zero1", 1), ("zero3", 4)):
+        part = peak_bytes(facts, plan, 4, "averaged weights")
+        assert part == pytest.approx(4 * averaged / shards)
+        assert peak_bytes(plain, plan, 4, "averaged weights") == 0
 
 
 def test_logits_are_whole_under_cp() -> None:

@@ -17,6 +17,7 @@ from clusters import make_cluster
 from command import paceline, succeed
 from harness import ranks
 from paceline import Spec, events, train
+from paceline.after_step import Ema, StepOperation
 from paceline.bench.result import Result
 from paceline.bench.to_cluster import update_cluster
 from paceline.cli.profile import profile as command
@@ -302,6 +303,19 @@ def test_memory_of_tensors() -> None:
     half = SPEC.model_copy(update={"batch": 2})
     [smaller] = profiles(ranks(1)(train_events, task, half, "single")[0])[:1]
     assert smaller.memory["activations"] == pytest.approx(profiled.memory["activations"] / 2, rel=0.1)
+
+
+class AveragedText(models.ShortText):
+    def after_step(self) -> list[StepOperation]:
+        return [Ema(0.9)]
+
+
+def test_memory_of_moving_averages() -> None:
+    [plain] = profiles(ranks(2)(train_events, models.ShortText(), SPEC, "zero3")[0])[:1]
+    [averaged] = profiles(ranks(2)(train_events, AveragedText(), SPEC, "zero3")[0])[:1]
+    added = averaged.memory["weights"] - plain.memory["weights"]
+    weights = sum(parameter.numel() * 4 for parameter in models.ShortText().model().parameters())
+    assert added == pytest.approx(weights / 2, rel=0.02)
 
 
 class SlowRows(models.Points):

@@ -22,6 +22,7 @@ COLOURS = {
     "input": "#636363",
     "save": "#525252",
     "weights": "#00441b",
+    "averaged weights": "#762a83",
     "main weights": "#5aae61",
     "cast weights": "#a6dba0",
     "gradients": "#d9f0d3",

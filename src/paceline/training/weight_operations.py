@@ -146,8 +146,23 @@ class WeightOperations:
                 reshard()
 
 
+def find_averaged_share(operations: Sequence[StepOperation], model: nn.Module) -> float:
+    """Return the share of the parameters that an Ema averages. model: may be on the meta device."""
+    ema = next((operation for operation in operations if isinstance(operation, Ema)), None)
+    if ema is None:
+        return 0.0
+    averaged = _match_params(model, ema).values()
+    return sum(param.numel() for param in averaged) / sum(param.numel() for param in model.parameters())
+
+
 def _find_params(model: nn.Module, operation: Any) -> dict[str, nn.Parameter]:
     """Return the parameters on this rank whose names match the pattern. Raises TaskError if none does."""
+    found = _match_params(model, operation)
+    return {name: parameter for name, parameter in found.items() if is_materialized(parameter)}
+
+
+def _match_params(model: nn.Module, operation: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters whose names match the pattern. Raises TaskError if none does."""
     kind, pattern = type(operation).__name__, operation.params
     if not isinstance(pattern, str):
         raise TaskError(f"{kind}: params must be a pattern of names, such as '*', got {pattern!r}")
@@ -162,7 +177,7 @@ def _find_params(model: nn.Module, operation: Any) -> dict[str, nn.Parameter]:
             f"{kind}: no parameter of the model matches {pattern!r}; its parameters are "
             f"{', '.join(names[:4])}{', …' if len(names) > 4 else ''}"
         )
-    return {name: parameter for name, parameter in found.items() if is_materialized(parameter)}
+    return found
 
 
 def _find_pairs(model: nn.Module, operation: Polyak | CopyTo) -> list[tuple[Tensor, Tensor]]:

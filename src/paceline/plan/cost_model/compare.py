@@ -27,7 +27,7 @@ TIME_PARTS: Mapping[str, tuple[str, ...]] = {
 }
 # The planner's other parts, of the allocator and the process, are not tensors.
 MEMORY_PARTS: Mapping[str, tuple[str, ...]] = {
-    "weights": ("weights", "main weights"),
+    "weights": ("weights", "averaged weights", "main weights"),
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
     "activations": ("activations", "computed again", "loss", "gathered", "cast weights", "communication"),

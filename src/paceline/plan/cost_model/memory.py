@@ -20,7 +20,7 @@ KEPT_LOGIT_BYTES = 4.0  # counted by kept_bytes, in float32
 GATHERED_BLOCKS = 2  # gathered at once: one computes, the next is prefetched
 BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel
 PART_NAMES = (
-    *("weights", "optimizer", "main weights", "cast weights", "gathered"),
+    *("weights", "averaged weights", "optimizer", "main weights", "cast weights", "gathered"),
     *("gradients", "activations", "computed again", "loss", "communication"),
     *("allocator", "process"),
 )
@@ -99,6 +99,7 @@ def build_memory_cost(
     per_param = state_bytes(recipe, split.zero, split.shards)
     notes = {
         "weights": _describe_bytes(per_param.weights, recipe.weight, split.shards),
+        "averaged weights": "the moving average of Ema, sharded like the weights",
         "optimizer": _describe_bytes(per_param.optimizer, recipe.optimizer, split.shards),
         "main weights": _describe_bytes(per_param.master, recipe.master, split.shards),
         "gradients": "whole until the last micro-batch"
@@ -240,6 +241,7 @@ def _peak_of_rank(
     params = own.params
     constant = (
         params * per_param.weights,
+        params * per_param.weights * facts.averaged,
         params * per_param.optimizer,
         params * per_param.master,
         0.0 if sharded else params * recipe.cast,
@@ -266,6 +268,7 @@ def _peak_of_traced(
     updated = count_updated_params(assignment, split, params)
     constant = (
         weights,
+        weights * facts.averaged,
         updated * recipe.optimizer,
         updated * recipe.master,
         params * recipe.cast,

@@ -167,6 +167,7 @@ class ModelFacts:
     tokens: of a sample; 1 if samples are not sequences. heads: tp must divide them. sequence: cp must divide
     it.
     shared_params: weights of the head that are also those of the embedding; counted in `first`.
+    averaged: share of the parameters of which the training keeps a moving average.
     batch: default number of samples per step. source: counted, measured, or the origin of the numbers.
     slower: measured computing time of a real step relative to the prediction. Compared by identity, so that
     caches look it up fast.
@@ -182,6 +183,7 @@ class ModelFacts:
     hidden: int = 0
     vocab: int = 0
     shared_params: int = 0
+    averaged: float = 0.0
     batch: int | None = None
     source: str = "few numbers"
     slower: float = 1.0

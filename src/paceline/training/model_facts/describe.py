@@ -22,6 +22,7 @@ from paceline.spec import Spec
 from paceline.task import Task, load_task
 from paceline.training.model_facts.live_memory import LiveMemory, measure_live_memory
 from paceline.training.model_facts.op_counter import FIRST, LAST, BlockCount, OpCounter
+from paceline.training.weight_operations import find_averaged_share, read_operations
 from paceline.user_code import UserCode
 
 SAMPLES = 3  # BatchNorm requires more than one; a number that is rare in the shapes of weights
@@ -49,7 +50,9 @@ def describe(spec: Spec, task: Task | None = None) -> ModelFacts:
             "such as --plan ddp"
         )
     batch = example_batch(spec.model_copy(update={"batch": SAMPLES}), task, ResolvedPlan())
-    return describe_model(build_meta_model(spec, task).model, task, batch, SAMPLES)
+    model = build_meta_model(spec, task).model
+    averaged = find_averaged_share(read_operations(task, ResolvedPlan()), model)
+    return replace(describe_model(model, task, batch, SAMPLES), averaged=averaged)
 
 
 def describe_model(model: nn.Module, task: Task, batch: Batch, samples: int) -> ModelFacts:

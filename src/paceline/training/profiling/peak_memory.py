@@ -37,12 +37,10 @@ class PeakMemory(NamedTuple):
 
 
 def count_weight_bytes(training: PreparedTraining) -> int:
-    """Return the bytes of this rank's parameters and buffers."""
-    return sum(
-        find_storages(
-            tensor for tensor in named_tensors(training.model).values() if is_materialized(tensor)
-        ).values()
-    )
+    """Return the bytes of this rank's parameters and buffers, and of the moving averages of Ema."""
+    averages = training.operations.averages if training.operations is not None else {}
+    tensors = (*named_tensors(training.model).values(), *averages.values())
+    return sum(find_storages(tensor for tensor in tensors if is_materialized(tensor)).values())
 
 
 def count_optimizer_bytes(training: PreparedTraining) -> int:
