@@ -315,7 +315,7 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("train bad.py:Declared --batch 8 --set buffer=*", "3.running_mean|BatchNorm"),
     (
         "train bad.py:Declared --batch 8 --set buffer=1.* --ranks 2 --plan local-sgd,period=2",
-        "plan local-sgd,period=2|'1.mean'|zero3",
+        "plan local-sgd|period=2|'1.mean'|zero3",
     ),
     ("train bad.py:Fails --set at=model --batch 8", "the model is broken"),
     ("train bad.py:Fails --set at=dataset --batch 8", "the dataset is broken"),
@@ -656,7 +656,7 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("generate run --prompts nowhere.txt", "no such file of prompts: nowhere.txt"),
     ("generate run hello -o nowhere/x.jsonl", "nowhere"),
     ("generate run hello --top-k 0", "--top-k must be at least 1, got 0"),
-    ("generate run hello --temperature warm", "--temperature|warm"),
+    ("generate run hello --temperature warm", "--temperature|number"),
     # export
     ("export nowhere out.safetensors", "no such run: nowhere"),
     ("export . out.safetensors", "spec.toml|run"),

@@ -31,7 +31,7 @@ PANELS = {
         "evaluate": "Compute loss and metrics of a checkpoint on a split, as the training does.",
         "predict": "Write what a checkpoint predicts for each sample, a line of JSON for each.",
         "generate": "Write texts with the language model of a run of hf:FOLDER.",
-        "export": "Write the weights of a run to a safetensors file or a Hugging Face folder.",
+        "export": "Write the weights, the whole model or the adapters of a run.",
     },
     "Plan": {
         "plan": "Predict step time, memory and cost of plans, the fastest first.",
