@@ -22,7 +22,7 @@ from hf_folders import TEXT, build_config, write_folder
 from paceline import DataError, PlanError, RunError, Spec, TaskError, World, train
 from paceline.errors import SpecError
 from paceline.run import create
-from paceline.spec import Launch, Save
+from paceline.spec import Launch, Save, load_own, save
 from paceline.task import load_task
 from paceline.training import predict_checkpoint
 from paceline.training.predict_checkpoint import split_samples
@@ -245,9 +245,9 @@ def test_an_interrupted_command_leaves_no_file(size, number, runs, tmp_path) -> 
     waits = "def WAIT(index):\n    import time\n    time.sleep(1000 * (index == 10))\n"
     (tmp_path / "my_tasks.py").write_text(source + waits)
     copied = shutil.copytree(runs("Net"), tmp_path / "run")
-    (copied / "spec.toml").write_text(
-        (copied / "spec.toml").read_text().replace(str(runs("Net").parent), str(tmp_path))
-    )
+    spec, launch = load_own(copied / "spec.toml", {})
+    task = spec.task.replace(str(runs("Net").parent), str(tmp_path))
+    save(copied / "spec.toml", spec.model_copy(update={"task": task}), launch)
     words = ("predict", copied, "--split", "test", "--batch", "2", "--ranks", str(size), "-o", "out.jsonl")
     with start(*words, at=tmp_path) as running:
         running.wait_until(
