@@ -264,7 +264,6 @@ SLOW: dict[type[Task], list[tuple[int, str]]] = {
     Observing: [
         (4, "ddp,uneven=1,microbatches=2"),
         (2, "zero3,microbatches=2"),
-        (2, "tp=2"),
         (2, "ddp,microbatches=2,recompute=full"),
         (2, "zero3,recompute=selective"),
         (2, "pp=2,microbatches=3,recompute=full"),
