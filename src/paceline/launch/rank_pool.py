@@ -191,10 +191,16 @@ class Ranks:
         if not self._ready:
             self._collect_results(self._receive_answers(START_S), START_S)
             self._ready = True
-        for rank in self._running:
-            with contextlib.suppress(BrokenPipeError):
-                rank.pipe.send_bytes(pickle.dumps((function, args, timeout_s)))
-        return self._collect_results(self._receive_answers(timeout_s + GRACE_S), timeout_s)
+        answers = None
+        try:
+            for rank in self._running:
+                with contextlib.suppress(BrokenPipeError):
+                    rank.pipe.send_bytes(pickle.dumps((function, args, timeout_s)))
+            answers = self._receive_answers(timeout_s + GRACE_S)
+        finally:
+            if answers is None:  # interrupted: the next call must not get these answers
+                self._kill()
+        return self._collect_results(answers, timeout_s)
 
     def _collect_results(self, answers: dict[int, _Answer], timeout_s: float) -> list[Any]:
         """Return the results by rank.

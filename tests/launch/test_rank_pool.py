@@ -1,0 +1,34 @@
+"""Live ranks that call functions of one process."""
+
+import os
+import signal
+import threading
+import time
+from typing import NoReturn
+
+import pytest
+
+from paceline.launch.rank_pool import Ranks
+
+pytestmark = pytest.mark.processes
+
+
+class InterruptedCallError(Exception):
+    pass
+
+
+def test_an_interrupted_call_leaves_no_answer_for_the_next() -> None:
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise InterruptedCallError
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with Ranks(2) as pool:
+            assert pool(abs, -1, timeout_s=60) == [1, 1]
+            timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+            timer.start()
+            with pytest.raises(InterruptedCallError):
+                pool(time.sleep, 1.0, timeout_s=60)
+            assert pool(abs, -3, timeout_s=60) == [3, 3]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
