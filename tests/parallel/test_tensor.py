@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import models
 from harness import TrainingResult, differences, ranks, train_on_ranks, train_on_this_rank
@@ -67,6 +68,24 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class ComputedWeights(Gated):
+    """Weights that parametrizations compute; that of spectral_norm changes its buffers in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight_norm(self.gate)
+        weight_norm(self.up, dim=1)
+        spectral_norm(self.down)
+
+
+class ComputedWeightsInTurn(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        spectral_norm(self.gate)
+        spectral_norm(self.up)
+        weight_norm(self.down)
 
 
 class DropoutInBoth(Gated):
@@ -215,6 +234,7 @@ def find_task_splits(task: Task, tp: int = 2) -> Splits:
             {"1.q": "row", "1.k": "row", "1.v": "row", "1.o": "gather"},
         ),  # pairs with the layer before it
         ("FixedHeadCount", {"1.q": "row", "1.k": "row", "1.v": "row", "1.o": "gather"}),
+        ("ComputedWeights", {"1.gate": "column", "1.up": "column", "1.down": "row"}),
         ("MixesFeatures", {"1.up": "row", "1.down": "gather"}),
         ("LearnedFactor", {"1.up": "row", "1.down": "gather"}),
         ("UsesWeightOutside", {"1.gate": "gather", "1.down": "gather"}),
@@ -228,6 +248,11 @@ def test_find_splits_styles(kind: str, styles: dict[str, str]) -> None:
 
 def test_partial_parameters() -> None:
     assert find_task_splits(Sequences(kind="Attention")).partial == {"1.scale"}
+    assert find_task_splits(Sequences(kind="ComputedWeights")).partial == {
+        f"1.{layer}.parametrizations.weight.{key}"
+        for layer, keys in (("gate", (0, 1)), ("up", (0, 1)), ("down", ("",)))
+        for key in (f"original{number}" for number in keys)
+    }
 
 
 def test_note_names_layers_that_are_not_split_in_pairs() -> None:
@@ -283,9 +308,15 @@ TASKS: list[Task] = [
     Encoder(),
     *(HuggingFace(kind=kind) for kind in ("llama", "llama-tied", "gpt2", "qwen3")),
     Sequences(tensor={"1.*": "whole"}),  # the scale of its heads is whole too
+    Sequences(kind="ComputedWeights"),
+    Sequences(kind="ComputedWeightsInTurn"),
 ]
-# Normed and llama-tied do the same and more
-RARER = (Digits(width=4), *(HuggingFace(kind=kind) for kind in ("llama", "gpt2", "qwen3")))
+# Normed, llama-tied and ComputedWeights do the same and more
+RARER = (
+    Digits(width=4),
+    *(HuggingFace(kind=kind) for kind in ("llama", "gpt2", "qwen3")),
+    Sequences(kind="ComputedWeightsInTurn"),
+)
 PLANS = [(2, "tp=2"), (4, "tp=2"), (4, "tp=2,zero=2"), (4, "tp=2,zero=3,microbatches=2")]
 
 
@@ -395,3 +426,8 @@ def omit_partial_sum(task: Task, plan: str) -> TrainingResult:
 @pytest.mark.parametrize("fault", [omit_backward_sum, omit_partial_sum])
 def test_omitted_sum_is_detected(fault: Callable[..., TrainingResult]) -> None:
     assert differences(ranks(2)(fault, TASKS[2], "tp=2")[0], reference(2), 1e-4)
+
+
+def test_omitted_sum_of_computed_weights_is_detected() -> None:
+    at = TASKS.index(Sequences(kind="ComputedWeights"))
+    assert differences(ranks(2)(omit_partial_sum, TASKS[at], "tp=2")[0], reference(at), 1e-4)

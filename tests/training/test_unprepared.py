@@ -26,9 +26,7 @@ COMPUTED = (
 REFUSED = {
     "tp=2": {
         **dict.fromkeys(("item", "chosen", "packed", "cumulative batch norm"), TP_NEEDS),
-        **dict.fromkeys(
-            ("first weight norm", "first spectral norm", "weight norm", "spectral norm"), COMPUTED
-        ),
+        **dict.fromkeys(("first weight norm", "first spectral norm"), COMPUTED),
         **dict.fromkeys(("scaled", "idle"), "tp=2 does not divide the 5 features of"),
         "no linear layer": "tp=2, but Sequential has no linear layer or embedding; use a plan "
         "without tp, such as zero3",

@@ -26,11 +26,23 @@ from paceline.parallel.tensor.find_sequence_parallel import (
     find_sequence_parallel,
 )
 from paceline.parallel.tensor.find_splits import SplitCandidates, find_candidates, number_pattern
-from paceline.parallel.tensor.linear import SharedEntry, TensorFunction, copy_to_split, sum_partials
+from paceline.parallel.tensor.linear import (
+    COMPUTED_SPLIT,
+    SharedEntry,
+    TensorFunction,
+    copy_to_split,
+    sum_partials,
+)
 from paceline.parallel.tensor.rng import install_dropout_rng, plan_dropout_rng
 from paceline.parallel.tensor.sequence_comm import SequenceCollectives, hook_block, map_marked
 from paceline.parallel.tensor.styles import HUGGING_FACE, STYLES, WHOLE, can_split, split_dims, split_size
-from paceline.parallel.tensor.tracer import has_computed_weight, is_embedding, is_linear, linear_features
+from paceline.parallel.tensor.tracer import (
+    has_computed_weight,
+    is_embedding,
+    is_linear,
+    is_parametrized,
+    linear_features,
+)
 from paceline.plan.plan import Plan
 from paceline.spec import suggest
 from paceline.task import Layout, Task, read_layout
@@ -94,6 +106,13 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Split
     partial_parameters = {name for name, layers in candidates.partial.items() if layers <= columns} | (
         sequence.partial if sequence is not None else set()
     )
+    # Each rank computes the whole weight from whole parameters, and uses a part of it.
+    partial_parameters |= {
+        f"{name}.parametrizations.{key}"
+        for name in styles
+        if is_parametrized(module := model.get_submodule(name))
+        for key, _ in module.get_submodule("parametrizations").named_parameters()
+    }
     draws, mixed = plan_dropout_rng(feature_draws, sequence)
     whole = [
         name
@@ -186,7 +205,13 @@ def _styles_from_candidates(model: nn.Module, candidates: SplitCandidates, tp: i
             styles[name] = "column"
         elif name in candidates.rows:
             styles[name] = "row"
-        elif is_linear(module) and (name in vocabulary or linear_features(module)[1] % tp == 0):
+        elif is_parametrized(module) and linear_features(module)[1] % tp == 0:
+            styles[name] = "gather"
+        elif (
+            is_linear(module)
+            and not is_parametrized(module)
+            and (name in vocabulary or linear_features(module)[1] % tp == 0)
+        ):
             styles[name] = "head" if name in candidates.heads else "gather"
         elif name in vocabulary:
             styles[name] = "vocabulary"
@@ -279,7 +304,9 @@ def split_model(
     for name, style in splits.styles.items():
         module: Any = model.get_submodule(name)
         for key, dim in split_dims(module, style).items():
-            parameter = module._parameters[key]
+            if key == "weight" and is_parametrized(module):
+                setattr(module, COMPUTED_SPLIT, (dim, group))
+            parameter = module._parameters.get(key)
             if parameter is None:
                 continue
             if id(parameter) not in split:

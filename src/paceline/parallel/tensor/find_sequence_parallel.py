@@ -314,7 +314,7 @@ class _SequenceTrial:
             if is_scattered:
                 tracer.set_label(y, (ACTIVATIONS, self.dim))
         else:
-            parameters = {f"{name}.{key}" for key in module._parameters}
+            parameters = {f"{name}.{key}" for key, _ in module.named_parameters()}
             if label is None:
                 tracer.result.whole |= parameters
             else:

@@ -16,13 +16,25 @@ TensorFunction = Callable[[Tensor], Tensor]
 # `reduce` sums the partial outputs of the ranks.
 ForwardBuilder = Callable[[Any, dist.ProcessGroup, TensorFunction, TensorFunction], TensorFunction]
 
+# attribute of a layer that computes its weight: the dimension of which each rank uses a part, and the group
+COMPUTED_SPLIT = "_paceline_computed_split"
 SPLIT_LOSS = "_paceline_split_loss"  # attribute of a head: whether its output stays split in training
 
 
 def _local_linear(module: Any, x: Tensor, bias: bool) -> Tensor:
-    weight = local_tensor(module.weight)
+    weight = _local_weight(module)
     local_bias = local_tensor(module.bias) if bias and module.bias is not None else None
     return F.linear(x, weight.t() if is_transposed(module) else weight, local_bias)
+
+
+def _local_weight(module: Any) -> Tensor:
+    """Return the part of the weight of a linear layer that this rank uses."""
+    split = getattr(module, COMPUTED_SPLIT, None)
+    if split is None:
+        return local_tensor(module.weight)
+    dim, group = split
+    part: Tensor = module.weight.chunk(group.size(), dim)[group.rank()]
+    return part
 
 
 def build_column_forward(

@@ -12,7 +12,13 @@ from paceline.parallel.tensor.linear import (
     build_row_forward,
     build_vocabulary_forward,
 )
-from paceline.parallel.tensor.tracer import is_embedding, is_linear, is_transposed, linear_features
+from paceline.parallel.tensor.tracer import (
+    is_embedding,
+    is_linear,
+    is_parametrized,
+    is_transposed,
+    linear_features,
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,10 @@ HUGGING_FACE = {name: style for style, row in STYLES.items() for name in row.tp_
 
 def can_split(module: Any, style: str) -> bool:
     """Return whether a style applies to a module of this kind, whatever its size."""
-    return is_embedding(module) if STYLES[style].for_embedding else is_linear(module)
+    if STYLES[style].for_embedding:
+        return is_embedding(module)
+    # A head is split unevenly, and its loss reads the mesh of its weight.
+    return is_linear(module) and not (style == "head" and is_parametrized(module))
 
 
 def split_size(module: Any, style: str) -> int:

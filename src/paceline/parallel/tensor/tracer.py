@@ -26,7 +26,21 @@ from paceline.parallel.op_rules import (
 
 
 def is_linear(module: nn.Module) -> bool:
-    return (type(module) is nn.Linear or is_transposed(module)) and not has_computed_weight(module)
+    is_plain = type(module) is nn.Linear or is_transposed(module)
+    return (is_plain and not has_computed_weight(module)) or is_parametrized(module)
+
+
+def is_parametrized(module: nn.Module) -> bool:
+    """Return whether a linear layer computes its weight by `torch.nn.utils.parametrize`, and only its weight.
+
+    `torch.nn.utils.parametrizations` has weight_norm and spectral_norm.
+    """
+    parametrizations = getattr(module, "parametrizations", None)
+    return (
+        type(module).__bases__ == (nn.Linear,)
+        and isinstance(parametrizations, nn.ModuleDict)
+        and [*parametrizations] == ["weight"]
+    )
 
 
 def has_computed_weight(module: nn.Module) -> bool:
@@ -46,6 +60,8 @@ def is_embedding(module: nn.Module) -> bool:
 
 def linear_features(module: Any) -> tuple[int, int]:
     """Return (in_features, out_features) of a linear layer."""
+    if is_parametrized(module):  # each access to the weight of spectral_norm changes its buffers
+        return module.in_features, module.out_features
     rows, columns = module.weight.shape
     return (rows, columns) if is_transposed(module) else (columns, rows)
 
