@@ -146,7 +146,7 @@ def test_resumed_training_draws_the_same(tmp_path: Path) -> None:
 
 def test_program_of_the_page_trains(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
-    [program] = [code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "rng" in code]
+    [program] = [code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "class Denoise" in code]
     (tmp_path / "denoise.py").write_text(program)
     *_, ended = train(Spec(task=f"{tmp_path / 'denoise.py'}:Denoise", batch=12, steps=2), device="cpu")
     assert ended.reason == "done"
