@@ -196,7 +196,7 @@ def test_errors_have_signs() -> None:
 
 
 def make_profiler(total: int, enabled: bool | None = None) -> StepProfiler:
-    training: Any = SimpleNamespace(servers=None, local=None)
+    training: Any = SimpleNamespace(servers=None, local=None, update=None)
     return StepProfiler(enabled, 0, total, training, parse("single"), World(), torch.device("cpu"))
 
 
@@ -228,7 +228,10 @@ def stop_during_a_collective(wait_s: float) -> tuple[bool, bool]:
     model = nn.Linear(2, 2)
     training: Any = SimpleNamespace(
         model=model,
-        step=SimpleNamespace(observe=None, optimizer=torch.optim.SGD(model.parameters())),
+        optimizers=[torch.optim.SGD(model.parameters())],
+        operations=None,
+        update=None,
+        step=SimpleNamespace(observe=None),
     )
     dist.all_reduce(torch.ones(1))
     profile = profiler._Profile(training, torch.device("cpu"), 1, 0)
