@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,3 +74,26 @@ def _rendezvous(url: str, **options: object) -> Iterator[tuple[dist.Store, int, 
         dist.get_rank(),
         dist.get_world_size(),
     )
+
+
+# torch 2.13: grouped_mm knows neither float64 nor fake tensors of another type than bfloat16.
+def multiply_experts_of_all_dtypes() -> None:
+    """Let models of transformers multiply the weights of experts in float64, and as fake tensors.
+
+    Transformers has a slower operation for such cases. Does nothing in a process without such models.
+    """
+    experts = sys.modules.get("transformers.integrations.moe")
+    original = getattr(experts, "_can_use_grouped_mm", None)
+    if original is None or getattr(original, "_is_of_paceline", False):
+        return
+    if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        return
+
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    def can_use_grouped_mm(input: Tensor, weight: Tensor, offs: Tensor) -> bool:
+        is_known = weight.dtype != torch.float64 and not isinstance(weight, FakeTensor)
+        return is_known and bool(original(input, weight, offs))
+
+    vars(can_use_grouped_mm)["_is_of_paceline"] = True
+    vars(experts)["_can_use_grouped_mm"] = can_use_grouped_mm

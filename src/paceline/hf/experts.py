@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers: the loss that balances experts, and the products with their weights.
+"""Mixtures of experts of transformers: the loss that balances experts.
 
 Causal language models add E · Σ f(e) · P(e) over the experts e (Fedus, Zoph and Shazeer, Switch Transformers,
 2022, equations 4 to 6). f(e) is the number of times that e was chosen for a token, and P(e) the sum of its
@@ -9,13 +9,12 @@ import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.data.fake import is_fake
 from paceline.errors import TaskError
 from paceline.hf.folder import import_transformers, open_folder
 from paceline.hf.objectives import CAUSAL_LM, choose_objective
@@ -64,26 +63,6 @@ def _has_known_loss(name: str) -> bool:
     module = sys.modules[getattr(import_transformers(), name).__module__]
     function = getattr(module, "load_balancing_loss_func", None)
     return function is not None and [*inspect.signature(function).parameters] == PARAMETERS
-
-
-@cache
-def multiply_all_tensors() -> None:
-    """Let transformers multiply the weights of experts in float64, and on fake tensors.
-
-    torch 2.13: grouped_mm knows neither float64 nor fake tensors of another type than bfloat16. Transformers
-    has a slower operation for such cases.
-    """
-    from transformers.integrations import moe
-
-    can_use = getattr(moe, "_can_use_grouped_mm", None)
-    if can_use is None or not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
-        return
-
-    def can_use_grouped_mm(input: Tensor, weight: Tensor, offs: Tensor) -> bool:
-        is_known = weight.dtype != torch.float64 and not is_fake(weight)
-        return is_known and bool(can_use(input, weight, offs))
-
-    moe._can_use_grouped_mm = can_use_grouped_mm
 
 
 def sum_router_outputs(output: Any, batch: Mapping[str, Tensor], top_k: int) -> dict[str, Tensor]:

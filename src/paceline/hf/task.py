@@ -16,7 +16,6 @@ from paceline.hf.experts import (
     ExpertBalance,
     balance,
     find_balance,
-    multiply_all_tensors,
     sum_router_outputs,
 )
 from paceline.hf.folder import ModelFolder, check_vocabulary, import_transformers, load_tokenizer, open_folder
@@ -35,6 +34,7 @@ from paceline.hf.samples import (
 )
 from paceline.hf.weights import FolderWeights
 from paceline.task import MapDataset, Task
+from paceline.torch_compat import multiply_experts_of_all_dtypes
 
 MAX_DEFAULT_LENGTH = 1024  # tokens of a sample
 
@@ -221,11 +221,11 @@ def build_model(
         set_labels_(config, labels)
         if config.pad_token_id is None:  # where a text ends, for models that read its last token
             config.pad_token_id = find_padding(folder.path)
-    multiply_all_tensors()
     # Weights stay float32 under every precision; the config may name another type.
     model: Any = getattr(import_transformers(), row.auto_class).from_config(
         config, dtype=torch.float32, trust_remote_code=False
     )
+    multiply_experts_of_all_dtypes()
     if not row.is_padded:
         # The token for padding may be the one that ends a text. Some models look for it among the values of
         # the tokens, which a forward pass on the meta device lacks.

@@ -20,6 +20,7 @@ from paceline.parallel.reduced_buffers import check_reduced_buffers
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import PretrainedSource, Task, read_layout
+from paceline.torch_compat import multiply_experts_of_all_dtypes
 from paceline.training.init.deferred_init import Weights, record
 from paceline.training.optimizer import check_sparse
 from paceline.training.read_updates import assign_parameters, read_updates, tasks_of_passes
@@ -67,6 +68,7 @@ def build_meta_model(spec: Spec, task: Task) -> ModelAnalysis:
     """Build the model of a task on the meta device and record its initial weights."""
     with UserCode("model()", task.model):
         model, weights, recorded = record(task.model, spec.seed)
+    multiply_experts_of_all_dtypes()
     if spec.precision == "fp64":
         widen_(model)
     # torch's first weight_norm leaves a computed tensor in its module, which deepcopy refuses.
