@@ -17,14 +17,16 @@ class InterruptedCallError(Exception):
     pass
 
 
-def test_an_interrupted_call_leaves_no_answer_for_the_next() -> None:
+@pytest.mark.parametrize("is_started", [True, False])
+def test_an_interrupted_call_leaves_no_answer_for_the_next(is_started: bool) -> None:
     def interrupt(number: int, frame: object) -> NoReturn:
         raise InterruptedCallError
 
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with Ranks(2) as pool:
-            assert pool(abs, -1, timeout_s=60) == [1, 1]
+            if is_started:
+                assert pool(abs, -1, timeout_s=60) == [1, 1]
             timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
             timer.start()
             with pytest.raises(InterruptedCallError):

@@ -187,19 +187,19 @@ class Ranks:
 
         Raises the Error that all ranks raised, or RankError if a rank failed, died or did not answer in time.
         """
-        self._start_ranks()
-        if not self._ready:
-            self._collect_results(self._receive_answers(START_S), START_S)
-            self._ready = True
-        answers = None
+        # After an exception, such as an interrupt, the next call must not get the answers of this one.
         try:
+            self._start_ranks()
+            if not self._ready:
+                self._collect_results(self._receive_answers(START_S), START_S)
+                self._ready = True
             for rank in self._running:
                 with contextlib.suppress(BrokenPipeError):
                     rank.pipe.send_bytes(pickle.dumps((function, args, timeout_s)))
             answers = self._receive_answers(timeout_s + GRACE_S)
-        finally:
-            if answers is None:  # interrupted: the next call must not get these answers
-                self._kill()
+        except BaseException:
+            self._kill()
+            raise
         return self._collect_results(answers, timeout_s)
 
     def _collect_results(self, answers: dict[int, _Answer], timeout_s: float) -> list[Any]:
@@ -290,20 +290,23 @@ class Ranks:
 
 def _start_rank(variables: dict[str, str], store_port: int) -> _PoolRank:
     environ = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)}
-    pipe, remote = Pipe()
-    output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `Ranks.end`)
-    with remote:
-        process: Child | None = _server.fork(variables, output, remote.fileno())
-        if process is None:
-            process = subprocess.Popen(
-                [sys.executable, *WORDS, str(remote.fileno())],
-                env=environ,
-                pass_fds=[remote.fileno()],
-                stderr=output,
-            )
-    surroundings = _Surroundings(store_port, os.getpid(), os.getcwd(), tuple(sys.path), environ)
-    with contextlib.suppress(BrokenPipeError):  # the rank has ended already; the first call reports it
-        pipe.send_bytes(pickle.dumps(surroundings))
+    with contextlib.ExitStack() as on_error:  # an interrupt, too: without its pipe, a rank that started ends
+        pipe, remote = Pipe()
+        on_error.enter_context(pipe)
+        output = on_error.enter_context(tempfile.TemporaryFile())
+        with remote:
+            process: Child | None = _server.fork(variables, output, remote.fileno())
+            if process is None:
+                process = subprocess.Popen(
+                    [sys.executable, *WORDS, str(remote.fileno())],
+                    env=environ,
+                    pass_fds=[remote.fileno()],
+                    stderr=output,
+                )
+        surroundings = _Surroundings(store_port, os.getpid(), os.getcwd(), tuple(sys.path), environ)
+        with contextlib.suppress(BrokenPipeError):  # the rank has ended already; the first call reports it
+            pipe.send_bytes(pickle.dumps(surroundings))
+        on_error.pop_all()  # `_kill` closes both
     return _PoolRank(process, pipe, output)
 
 
