@@ -205,14 +205,10 @@ def _styles_from_candidates(model: nn.Module, candidates: SplitCandidates, tp: i
             styles[name] = "column"
         elif name in candidates.rows:
             styles[name] = "row"
-        elif is_parametrized(module) and linear_features(module)[1] % tp == 0:
-            styles[name] = "gather"
-        elif (
-            is_linear(module)
-            and not is_parametrized(module)
-            and (name in vocabulary or linear_features(module)[1] % tp == 0)
+        elif is_linear(module) and (
+            linear_features(module)[1] % tp == 0 or (name in vocabulary and can_split(module, "head"))
         ):
-            styles[name] = "head" if name in candidates.heads else "gather"
+            styles[name] = "head" if name in candidates.heads and can_split(module, "head") else "gather"
         elif name in vocabulary:
             styles[name] = "vocabulary"
     return styles
