@@ -5,7 +5,7 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -82,9 +82,9 @@ def multiply_experts_of_all_dtypes() -> None:
 
     Transformers has a slower operation for such cases. Does nothing in a process without such models.
     """
-    experts = sys.modules.get("transformers.integrations.moe")
+    experts: Any = sys.modules.get("transformers.integrations.moe")
     original = getattr(experts, "_can_use_grouped_mm", None)
-    if original is None or getattr(original, "_is_of_paceline", False):
+    if original is None or original.__module__ == __name__:
         return
     if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
         return
@@ -95,5 +95,4 @@ def multiply_experts_of_all_dtypes() -> None:
         is_known = weight.dtype != torch.float64 and not isinstance(weight, FakeTensor)
         return is_known and bool(original(input, weight, offs))
 
-    vars(can_use_grouped_mm)["_is_of_paceline"] = True
-    vars(experts)["_can_use_grouped_mm"] = can_use_grouped_mm
+    experts._can_use_grouped_mm = can_use_grouped_mm

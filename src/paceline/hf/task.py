@@ -225,7 +225,7 @@ def build_model(
     model: Any = getattr(import_transformers(), row.auto_class).from_config(
         config, dtype=torch.float32, trust_remote_code=False
     )
-    multiply_experts_of_all_dtypes()
+    multiply_experts_of_all_dtypes()  # again: the first such model imports the operation that this replaces
     if not row.is_padded:
         # The token for padding may be the one that ends a text. Some models look for it among the values of
         # the tokens, which a forward pass on the meta device lacks.

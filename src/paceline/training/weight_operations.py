@@ -58,7 +58,7 @@ class WeightOperations:
     def __init__(self, operations: Sequence[StepOperation], model: nn.Module, plan: ResolvedPlan):
         self.model, self.operations = model, operations
         self.averages: dict[str, Tensor] = {}
-        self._ema = next((operation for operation in operations if isinstance(operation, Ema)), None)
+        self._ema = _find_ema(operations)
         self._pairs: dict[StepOperation, list[tuple[Tensor, Tensor]]] = {}
         self._params: dict[StepOperation, list[nn.Parameter]] = {}
         for operation in operations:
@@ -148,11 +148,15 @@ class WeightOperations:
 
 def find_averaged_share(operations: Sequence[StepOperation], model: nn.Module) -> float:
     """Return the share of the parameters that an Ema averages. model: may be on the meta device."""
-    ema = next((operation for operation in operations if isinstance(operation, Ema)), None)
+    ema = _find_ema(operations)
     if ema is None:
         return 0.0
     averaged = _match_params(model, ema).values()
     return sum(param.numel() for param in averaged) / sum(param.numel() for param in model.parameters())
+
+
+def _find_ema(operations: Sequence[StepOperation]) -> Ema | None:
+    return next((operation for operation in operations if isinstance(operation, Ema)), None)
 
 
 def _find_params(model: nn.Module, operation: Any) -> dict[str, nn.Parameter]:

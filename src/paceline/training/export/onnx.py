@@ -75,7 +75,7 @@ def _write_graph(program: ExportedProgram, file: Path) -> None:
             graph.save(file)
     except OSError:
         raise
-    except Exception as error:
+    except Exception as error:  # of any kind: torch.onnx runs the operations of the model
         cause = error.__cause__ if error.__cause__ is not None else error
         raise RunError(
             f"torch.onnx cannot export the model: {describe_exception(cause)}; {INSTEAD}"
@@ -87,7 +87,7 @@ def _open_session(runtime: Any, file: Path) -> Any:
     options.log_severity_level = 4  # only fatal messages
     try:
         return runtime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    except Exception as error:
+    except Exception as error:  # of its C++ code, of many kinds without a common base
         raise RunError(
             f"ONNX Runtime cannot load the graph of the model: {describe_exception(error)}; {INSTEAD}"
         ) from error

@@ -98,7 +98,7 @@ def export_model(model: nn.Module, examples: Sequence[ModelInputs]) -> ExportedP
             f"torch.export cannot export {name}: its steps depend on the values of tensors"
             f"{f' ({line})' if line else ''}; use torch.where or torch.cond there, or --format safetensors"
         ) from error
-    except Exception as error:
+    except Exception as error:  # of any kind: it runs the code of the model
         raise RunError(
             f"torch.export cannot export {name}: {describe_exception(error, model.forward)}; {INSTEAD}"
         ) from error

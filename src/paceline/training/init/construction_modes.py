@@ -117,7 +117,7 @@ class MetaConstruction(TorchFunctionMode):
                     return args[0]
                 args, kwargs = tree_map(_actual_device, (args, kwargs))
             return func(*args, **kwargs)
-        except Exception:
+        except Exception:  # of any kind, which the code of the model may catch
             self.tape.is_complete = False
             raise
 
