@@ -22,7 +22,8 @@ from paceline import Spec, Task, World, train
 from paceline.data.loader import shuffle
 from paceline.errors import Error
 from paceline.events import Evaluated, Step
-from paceline.parallel.global_loss import BatchShares, WholeTensor
+from paceline.parallel.batch_shares import BatchShares
+from paceline.parallel.whole_tensor import WholeTensor
 from paceline.spec import Optimizer
 from paceline.training import step
 from paceline.training.init.deferred_init import fill_, record
@@ -213,7 +214,11 @@ def without_data_ranks() -> Any:
 
 
 def in_another_order() -> Any:
-    return replaced(BatchShares, "gather", lambda gather: lambda self, rows: gather(self, rows).roll(1, 0))
+    return replaced(
+        BatchShares,
+        "gather",
+        lambda gather: lambda self, tensors: [rows.roll(1, 0) for rows in gather(self, tensors)],
+    )
 
 
 def with_whole_shared_gradients() -> Any:

@@ -1,6 +1,7 @@
 """A loss over all samples of the global batch, such as a contrastive loss.
 
-Each data rank gathers the outputs of all ranks and computes the loss of the whole batch. It keeps the
+Each data rank gathers the outputs of all ranks and computes the loss of the whole batch. The outputs that the
+loss reads are gathered in one all-gather: those that the previous loss read. Each rank keeps the
 gradient with respect to the outputs of its own samples, and starts its backward pass with it. So nothing is
 sent in the backward pass of the loss. With micro-batches, a first pass without gradients computes all
 outputs, and a second pass repeats each micro-batch for its backward pass (Gao et al., Scaling deep
@@ -10,34 +11,35 @@ contrastive learning batch size under memory limited setup, 2021).
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
-from typing import Any, Literal, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from paceline.batch import find_leaves, map_leaves
-from paceline.data.fake import is_close, is_fake
+from paceline.data.fake import is_fake
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import is_dtensor
 from paceline.distributed.rng import seed_torch
 from paceline.errors import PlanError, TaskError
+from paceline.parallel.batch_shares import BatchShares
 from paceline.parallel.forward import autocast, has_global_loss
+from paceline.parallel.whole_tensor import (
+    BATCH,
+    OUTPUT,
+    GatheredTensor,
+    TensorKind,
+    UnreadableItem,
+    WholeTensor,
+    gather_together,
+    is_equal,
+)
 from paceline.plan.plan import ResolvedPlan
 from paceline.task import Task
-from paceline.torch_compat import all_gather_single
 from paceline.user_code import UserCode
 
 Gradients = list[Tensor | None]  # of the leaves of an output
-# The first dim counts the samples; no dim does; the first dim does, but sizes of rows differ between ranks.
-TensorKind = Literal["samples", "shared", "ragged"]
-RTOL = {torch.float64: 1e-10, torch.float32: 1e-4}  # of outputs that should be equal
-COARSE_RTOL = 3e-2  # for other dtypes
-OUTPUT, BATCH = "output of the model", "batch"
 NOT_TRAINED = (
     "global_loss() returned a tensor that does not depend on the trained parameters; compute it from the "
     "output of the model, without detach(), item() or torch.no_grad()"
@@ -59,216 +61,13 @@ def check_global_loss(task: Task, plan: ResolvedPlan) -> None:
     )
 
 
-@dataclass(frozen=True)
-class BatchShares:
-    """How the samples of a global batch are divided.
-
-    counts        number of samples of a micro-batch, by data rank
-    microbatches  number of micro-batches
-    rank          this data rank
-    group         ranks with the same part of the model, in the order of `counts`; None: all
-    """
-
-    counts: tuple[int, ...]
-    microbatches: int
-    rank: int
-    group: dist.ProcessGroup | None
-
-    @property
-    def own(self) -> int:
-        """Samples of a micro-batch on this rank."""
-        return self.counts[self.rank]
-
-    @property
-    def parts(self) -> int:
-        """Number of parts of the batch."""
-        return len(self.counts) * self.microbatches
-
-    @property
-    def samples(self) -> int:
-        """Samples of the global batch."""
-        return sum(self.counts) * self.microbatches
-
-    def own_rows(self, microbatch: int) -> slice:
-        """Return the rows of a micro-batch of this rank among those of the global batch."""
-        begin = microbatch * sum(self.counts) + [0, *accumulate(self.counts)][self.rank]
-        return slice(begin, begin + self.own)
-
-    def gather(self, microbatches: Sequence[Tensor]) -> Tensor:
-        """Return the rows of the global batch, in the order of one process. A collective.
-
-        microbatches: their rows on this rank.
-        """
-        rows = torch.cat(list(microbatches)) if self.microbatches > 1 else microbatches[0]
-        if len(self.counts) == 1:
-            return rows
-        largest = max(self.counts) * self.microbatches
-        if len(rows) < largest:
-            rows = torch.cat([rows, rows.new_zeros((largest - len(rows), *rows.shape[1:]))])
-        sent = rows.contiguous().reshape(-1).view(torch.uint8)  # since back ends lack some dtypes
-        received = sent.new_zeros(len(self.counts) * len(sent))
-        all_gather_single(received, sent, group=self.group)
-        by_rank = received.view(rows.dtype).reshape(len(self.counts), *rows.shape)
-        if self.microbatches == 1 and len({*self.counts}) == 1:
-            return by_rank.flatten(0, 1)
-        return torch.cat(
-            [
-                by_rank[rank, microbatch * count : (microbatch + 1) * count]
-                for microbatch in range(self.microbatches)
-                for rank, count in enumerate(self.counts)
-            ]
-        )
-
-
-@dataclass
-class WholeTensor:
-    """A tensor of an output or batch, of the whole global batch.
-
-    parts: by micro-batch of this rank. kind: of all ranks. with_grad: whether gradients with respect to it
-    are needed. what: what it belongs to. checks: whether to check it on all ranks.
-    """
-
-    parts: Sequence[Tensor]
-    shares: BatchShares
-    kind: TensorKind
-    with_grad: bool
-    what: str
-    checks: bool
-    is_used: bool = field(default=False, init=False)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of `data`, without gathering it."""
-        first = self.parts[0]
-        return (self.shares.samples, *first.shape[1:]) if self.kind == "samples" else tuple(first.shape)
-
-    @cached_property
-    def data(self) -> Tensor:
-        """The whole tensor, a leaf of the autograd graph. Gathered at the first use: a collective."""
-        self.is_used = True
-        whole = self.parts[0]
-        if self.kind == "ragged":
-            self._refuse("has rows of different sizes on ranks; pad with paceline.Ragged")
-        if self.shares.parts > 1:
-            whole = self.shares.gather(self.parts) if self.kind == "samples" else self._same_in_all_parts()
-        if self.checks and self.kind == "samples" and self._is_ambiguous(whole):
-            self._refuse(
-                "is the same for all parts of the batch, so that its first dim may not count the samples; "
-                "use another batch size"
-            )
-        return whole.requires_grad_(self.with_grad and (whole.is_floating_point() or whole.is_complex()))
-
-    def _same_in_all_parts(self) -> Tensor:
-        """Return a tensor that does not depend on the samples, such as a temperature."""
-        first = self.parts[0]
-        why = (
-            f"does not have a row for each of the {self.shares.own} samples; return a tensor with a row for "
-            "each sample"
-        )
-        if self.what == BATCH:
-            self._refuse(why)
-        if self.checks and not is_fake(first):
-            ranks = len(self.shares.counts)
-            shares = BatchShares((1,) * ranks, len(self.parts), self.shares.rank, self.shares.group)
-            others = shares.gather([part[None] for part in self.parts])
-            if not all(_is_close(other, first) for other in others):
-                self._refuse(why)
-        return first
-
-    def _is_ambiguous(self, whole: Tensor) -> bool:
-        """Return whether rows differ within a part of the batch, but parts do not differ."""
-        shares = self.shares
-        if shares.parts == 1 or shares.own < 2 or len({*shares.counts}) > 1 or is_fake(whole):
-            return False
-        parts = whole.unflatten(0, (shares.parts, shares.own))
-        return bool((parts == parts[:1]).all()) and not bool((parts[0] == parts[0, :1]).all())
-
-    def _refuse(self, why: str) -> NoReturn:
-        shape = tuple(self.parts[0].shape)
-        raise TaskError(
-            f"global_loss() reads a tensor of the {self.what}, of shape {shape} on this rank, which {why}"
-        )
-
-    def own_gradient(self, gradient: Tensor, microbatch: int) -> Tensor:
-        """Return the part of a micro-batch of this rank in `gradient`. The parts add up to it."""
-        if self.kind == "samples":
-            return gradient[self.shares.own_rows(microbatch)]
-        return gradient / self.shares.parts
-
-
-def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    if not expected.is_floating_point():
-        return torch.equal(actual, expected)
-    return is_close(actual, expected, RTOL.get(expected.dtype, COARSE_RTOL), equal_nan=True)
-
-
-METADATA: frozenset[Any] = frozenset(
-    {
-        *(
-            getattr(Tensor, name).__get__
-            for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout")
-        ),
-        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex),
-    }
-)
-
-
-class GatheredTensor(Tensor):
-    """Stands for a tensor of the global batch, which is gathered when an operation first uses it."""
-
-    whole: WholeTensor
-
-    @staticmethod
-    def stand_for(whole: WholeTensor) -> "GatheredTensor":
-        first = whole.parts[0]
-        stand_in: GatheredTensor = Tensor._make_wrapper_subclass(
-            GatheredTensor, whole.shape, dtype=first.dtype, device=first.device
-        )
-        stand_in.whole = whole
-        return stand_in
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
-        return function(*_gather_all(args), **_gather_all(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it for tensors without one
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return function(*_gather_all(args), **_gather_all(kwargs or {}))
-
-
-def _gather_all(arguments: Any) -> Any:
-    return tree_map_only(GatheredTensor, lambda tensor: tensor.whole.data, arguments)
-
-
-class UnreadableItem:
-    """Takes the place of an item that cannot be combined over parts of a batch. Any use raises TaskError."""
-
-    def __init__(self, item: Any, what: str):
-        self._paceline = (type(item).__name__, what)
-
-    def _refuse(self, *_: Any) -> Any:
-        kind, what = object.__getattribute__(self, "_paceline")
-        raise TaskError(
-            f"global_loss() reads an item of the {what} of type {kind}, which has no value for the global "
-            "batch; return a tensor with a row for each sample"
-        )
-
-    __getattr__ = __len__ = __iter__ = __getitem__ = __bool__ = __int__ = __float__ = __index__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-
-
 class GlobalLoss:
     """The global loss of a task. `shares`: how the plan divides the batches of a training."""
 
     def __init__(self, task: Task, shares: BatchShares, precision: str, device: torch.device):
         self.task, self.shares, self.precision, self.device = task, shares, precision, device
         self._kinds: dict[tuple[str, bool], list[TensorKind]] = {}
+        self._used: dict[tuple[str, bool], list[int]] = {}  # indices of the tensors that the last call read
         self._shapes_vary = type(task).collate is not Task.collate
 
     def evaluate(self, output: Any, batch: Batch, counts: Sequence[int], seed: int) -> Tensor:
@@ -320,13 +119,19 @@ class GlobalLoss:
         checks: bool,
     ) -> tuple[Tensor, list[WholeTensor | None]]:
         output, leaves = self._combine(outputs, shares, with_grad, OUTPUT, checks)
-        batch = batches[0] if shares.parts == 1 else self._combine(batches, shares, False, BATCH, checks)[0]
+        batch, of_batch = batches[0], list[WholeTensor | None]()
+        if shares.parts > 1:
+            batch, of_batch = self._combine(batches, shares, False, BATCH, checks)
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), autocast(self.precision, self.device):
             seed_torch(seed, self.device)  # all ranks draw the same
             with UserCode("global_loss()", self.task.global_loss):
                 loss: Any = self.task.global_loss(output, batch)
         _check_scalar(loss)
+        for what, tensors in ((OUTPUT, leaves), (BATCH, of_batch)):
+            self._used[what, shares is self.shares] = [
+                index for index, tensor in enumerate(tensors) if tensor is not None and tensor.is_used
+            ]
         return loss, leaves
 
     def _combine(
@@ -336,23 +141,32 @@ class GlobalLoss:
 
         parts: by micro-batch of this rank.
         """
+        key = (what, shares is self.shares)
         by_leaf = list(zip(*(find_leaves(part) for part in parts), strict=True))
         tensors = [leaf[0] for leaf in by_leaf if isinstance(leaf[0], Tensor)]
         kinds = iter(self._agree_on_kinds(tensors, shares, what))
         leaves: list[WholeTensor | None] = []
-        stand_ins: list[Any] = []
         for leaf in by_leaf:
+            if not isinstance(leaf[0], Tensor):
+                leaves.append(None)
+                continue
+            kind, own = next(kinds), [tensor.detach() for tensor in leaf]
+            if kind == "samples" and not shares.own:  # the sample of a rank without samples
+                own = [tensor[:0] for tensor in own]
+            leaves.append(WholeTensor(own, shares, kind, with_grad, what, checks))
+        gather_together(
+            [
+                whole
+                for whole in (leaves[index] for index in self._used.get(key, ()) if index < len(leaves))
+                if whole is not None and whole.kind == "samples" and whole.device.type == self.device.type
+            ]
+        )
+        stand_ins: list[Any] = []
+        for leaf, whole in zip(by_leaf, leaves, strict=True):
             first = leaf[0]
-            if isinstance(first, Tensor):
-                kind = next(kinds)
-                own = [tensor.detach() for tensor in leaf]
-                if kind == "samples" and not shares.own:  # the sample of a rank without samples
-                    own = [tensor[:0] for tensor in own]
-                whole = WholeTensor(own, shares, kind, with_grad, what, checks)
-                leaves.append(whole)
+            if whole is not None:
                 stand_ins.append(whole.data if shares.parts == 1 else GatheredTensor.stand_for(whole))
             else:
-                leaves.append(None)
                 is_plain = first is None or (shares.parts == 1 and isinstance(first, (bool, int, float, str)))
                 stand_ins.append(first if is_plain else UnreadableItem(first, what))
         remaining = iter(stand_ins)
@@ -436,7 +250,7 @@ def find_gradients(output: Any, gradients: Gradients) -> tuple[tuple[Tensor, ...
 def check_repeated(output: Any, repeated: Any) -> None:
     """Raise TaskError if the second pass of a micro-batch has another output than the first."""
     for first, second in zip(find_leaves(output), find_leaves(repeated), strict=True):
-        if isinstance(first, Tensor) and not is_fake(first) and not _is_close(second.detach(), first):
+        if isinstance(first, Tensor) and not is_fake(first) and not is_equal(second.detach(), first):
             raise TaskError(
                 "the model has another output when it repeats a micro-batch, which global_loss() requires; "
                 "keep what changes in buffers and draw random numbers only from torch, or use microbatches=1"
