@@ -53,6 +53,7 @@ class RunFolder:
     ranks/asked         a question of `paceline doctor`; ranks/N.said and N.stacks are the answers of rank N
     ranks/N.unfinished  exists from the start of rank N until it has finished
     diagnosis.txt       the cause of the last stall
+    monitor/NODE.csv    samples of the node, append only
     tensorboard/        scalars
 
     RunFolder itself creates and checks nothing. Methods that read a damaged file raise RunError or SpecError.
@@ -133,6 +134,11 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """Path of the folder of TensorBoard's scalars."""
         return self.path / "tensorboard"
+
+    @property
+    def monitor(self) -> Path:
+        """Path of the folder of the samples, which `paceline.monitor.samples` reads."""
+        return self.path / "monitor"
 
     def checkpoint(self, step: int) -> Path:
         """Return the path of the checkpoint after a step."""
@@ -406,7 +412,7 @@ def open_run(path: Path) -> RunFolder:
     return RunFolder(path)
 
 
-FOLDERS = ("ckpt", "ranks", "tensorboard")
+FOLDERS = ("ckpt", "ranks", "tensorboard", "monitor")
 FILES = ("provenance.json", "job.sh", "job", "events.jsonl", "log.txt", "lock", "diagnosis.txt")
 
 
