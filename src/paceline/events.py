@@ -498,11 +498,11 @@ class EventReader:
     def new(self, *kinds: type[Event]) -> Iterator[Event]:
         """Yield the events since the last call, of these kinds or of all. Unwanted steps are not parsed."""
         wants_steps = not kinds or Step in kinds
-        for block in self._blocks():
-            if not wants_steps and _is_all_steps(block):
+        for block in self.blocks():
+            if not wants_steps and is_all_steps(block):
                 continue
             for line in block.split(b"\n")[:-1]:
-                if not wants_steps and _is_step(line):
+                if not wants_steps and is_step(line):
                     continue
                 event = self.skipped.parse(line)
                 if event is not None and (not kinds or isinstance(event, kinds)):
@@ -526,8 +526,8 @@ class EventReader:
                 yield event, pending
             pending = 0 if event is not None else max(0, pending - 1)  # the next event represents the rest
 
-        for block in self._blocks():
-            if every > 1 and not due and (count := _is_all_steps(block)):
+        for block in self.blocks():
+            if every > 1 and not due and (count := is_all_steps(block)):
                 picks = (pending + count) // every
                 begin = 0
                 for pick in range(picks):
@@ -542,7 +542,7 @@ class EventReader:
                     last = block[block.rfind(b"\n", 0, len(block) - 1) + 1 : -1]
                 continue
             for line in block.split(b"\n")[:-1]:
-                if _is_step(line):
+                if is_step(line):
                     pending, last = pending + 1, line
                     if pending >= every or due:
                         due = max(0, due - 1)
@@ -564,8 +564,8 @@ class EventReader:
             return max(0, self.path.stat().st_size - self.position)
         return 0
 
-    def _blocks(self) -> Iterator[bytes]:
-        """Yield blocks of whole lines, of about BLOCK_BYTES each.
+    def blocks(self) -> Iterator[bytes]:
+        """Yield blocks of whole lines, of about BLOCK_BYTES each; `position` is then the end of the block.
 
         A line longer than MAX_LINE_BYTES counts as damaged and is never held in memory.
         """
@@ -610,14 +610,14 @@ def readable(path: Path) -> Iterator[None]:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _is_step(line: bytes) -> bool:
+def is_step(line: bytes) -> bool:
     """Return whether a line looks like a whole step, without parsing it."""
     return (
         line.startswith(_HEAD) and _STEP in line and line.endswith(b"}") and line.isascii() and 0 not in line
     )
 
 
-def _is_all_steps(block: bytes) -> int:
+def is_all_steps(block: bytes) -> int:
     """Return the number of lines of a block if all look like whole steps, without parsing them; else 0."""
     count = block.count(b"\n")
     is_whole = (
@@ -650,7 +650,7 @@ def last(
     wanted = {f'"{kind.__name__.lower()}"'.encode(): kind for kind in kinds}
     events: list[Event] = []
     for _, block in _blocks_back(path, begin, before, skipped):
-        if Step not in kinds and _is_all_steps(block):
+        if Step not in kinds and is_all_steps(block):
             continue
         position = len(block)
         while wanted and (position := max(block.rfind(mark, 0, position) for mark in wanted)) >= 0:
@@ -713,9 +713,9 @@ def tail(path: Path, skipped: Skipped, size: int = 2**16) -> tuple[int, list[Eve
         position = at + len(block)
         for line in reversed(block.split(b"\n")[:-1]):
             position -= len(line) + 1
-            is_step = _is_step(line)
-            steps += is_step
-            if is_step and steps > MAX_TAIL_STEPS:
+            is_one_step = is_step(line)
+            steps += is_one_step
+            if is_one_step and steps > MAX_TAIL_STEPS:
                 size -= len(line)
             elif (event := skipped.parse(line)) is not None:
                 events.append(event)
