@@ -32,7 +32,7 @@ def doctor(
     from paceline.run import find_latest, open_run
 
     run = run if run is not None else find_latest()
-    folder = open_run(run)
+    folder = open_run(run, needs_request=False)
     check_outputs(json, None)
     diagnosis = examine(folder)
     damaged = [f"skipped damaged {path}" for path in find_damaged_heartbeats(folder)]
@@ -56,6 +56,8 @@ def _describe_last_state(folder: RunFolder) -> str:
 
 
 def _describe_end(summary: "Summary", folder: RunFolder) -> str:
+    if not folder.spec.exists():
+        return "its ranks have ended"
     if summary.started is None:
         from paceline.cli.run_state import describe_run
 
