@@ -22,6 +22,7 @@ from paceline.debug.tensors import CheckpointComparison, GroupComparison, Tensor
 from paceline.doctor.diagnose import Diagnosis
 from paceline.doctor.heartbeat import Collective, Frame, Heartbeat
 from paceline.doctor.rank_state import RankState, ReaderProcess
+from paceline.inspect.finding import Finding
 from paceline.spec import Value
 
 ROOT = Path(__file__).parent.parent
@@ -239,6 +240,7 @@ JSON = {
     "drill": "digits --ranks 2 --faults kill",
     "profile": "run",
     "evaluate": "run --ranks 1",
+    "doctor": "run",
 }
 
 
@@ -256,7 +258,7 @@ def keys_of(tree: object, path: str = "") -> set[str]:
             if name in BY_PART and isinstance(value, dict)
             else keys_of(value, key)
         )
-        keys |= {key} | (set() if name in ("set", "wrong") else inner)
+        keys |= {key} | (set() if name in ("set", "wrong", "evidence", "not_checked") else inner)
     return keys
 
 
@@ -273,6 +275,7 @@ CLASSES: dict[str, dict[str, type]] = {
     },
     "doctor": {
         "": Diagnosis,
+        "findings[].": Finding,
         "seen[].": RankState,
         "seen[].beat.": Heartbeat,
         "seen[].stack[].": Frame,

@@ -72,6 +72,11 @@ class Started(Event):
     notes       sentences for the user about how the training is done
     lr_group    the parameter group whose learning rate the steps report, if groups have different rates
     start_s     seconds of each phase of the start, in their order
+    facts       numbers of rank 0 for findings: cores (that it may use), local_ranks (on its machine),
+                memory_bytes (of the GPU, or the limit of the job), convolutions (of the model),
+                channels_last (1 if their weights are in this format, else 0), cudnn_benchmark (likewise),
+                capability (10 × compute capability of a CUDA device), native_precision (1 if the device
+                computes in `precision`; only for bf16 and fp16)
     """
 
     task: str
@@ -88,6 +93,7 @@ class Started(Event):
     notes: tuple[str, ...] = ()
     lr_group: str = ""
     start_s: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

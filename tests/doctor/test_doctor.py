@@ -94,7 +94,8 @@ def test_a_healthy_run_is_reported_healthy_and_is_not_changed(tmp_path: Path) ->
     assert not unequal_tensors(checkpoint_weights(run), checkpoint_weights(tmp_path / "undisturbed"))
     assert not events_of_kind(run, Stalled)
     assert not RunFolder(run).diagnosis.exists()
-    assert paceline("doctor", "run", at=tmp_path).out == "run is not running: it was done at step 120\n"
+    out = paceline("doctor", "run", at=tmp_path).out
+    assert out.startswith("run is not running: it was done at step 120\n")
 
 
 def test_ranks_that_are_stuck_and_stopped_are_named(tmp_path: Path) -> None:
@@ -555,7 +556,6 @@ def test_the_commands_of_the_hangs_page(tmp_path: Path) -> None:
     )
     assert paceline(*words, at=tmp_path).status == 0
     for line in block.splitlines():
-        assert (
-            paceline(*line.split()[1:], at=tmp_path).out == "runs/a is not running: it was done at step 2\n"
-        )
-    assert json.loads((tmp_path / "found.json").read_text()) is None
+        out = paceline(*line.split()[1:], at=tmp_path).out
+        assert out.startswith("runs/a is not running: it was done at step 2\n")
+    assert json.loads((tmp_path / "found.json").read_text())["verdict"] is None

@@ -1,49 +1,71 @@
-"""paceline doctor: find out whether a run is stalled, which rank it waits for, where, and since when."""
+"""paceline doctor: whether a run is stalled, which rank it waits for, and findings about its speed."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.run import RunFolder
 
 if TYPE_CHECKING:
+    from paceline.doctor.diagnose import Diagnosis
+    from paceline.inspect.finding import Findings
     from paceline.report.summary import Summary
 
 
 def doctor(
     run: Annotated[
-        Path | None, typer.Argument(help="Folder of the run [default: the latest in runs/]")
+        Path | None,
+        typer.Argument(
+            help="Folder of a run, or a recording of paceline monitor or nvidia-smi (CSV) "
+            "[default: the latest run in runs/]"
+        ),
     ] = None,
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the diagnosis to this JSON file.")
+        Path | None, typer.Option(metavar="FILE", help="Write diagnosis and findings to this JSON file.")
     ] = None,
 ) -> None:
-    """Find out whether a run is stalled, and which rank it waits for.
+    """Find out whether a run is stalled, which rank it waits for, and what makes it slow.
 
-    Works on any machine that can read the run folder.
+    Works on any machine that can read the run folder, also after the end of the run.
 
     Exit status: 0 not stalled, 1 stalled, 2 bad input.
     """
     from paceline.cli.plan_options import check_outputs, print_parts
     from paceline.doctor.examine import examine
-    from paceline.doctor.rank_state import find_damaged_heartbeats
     from paceline.doctor.text import format_details, format_sentence
+    from paceline.inspect.find import find
+    from paceline.inspect.read_facts import read_facts, read_recording
+    from paceline.inspect.text import format_findings
     from paceline.run import find_latest, open_run
 
     run = run if run is not None else find_latest()
-    folder = open_run(run, needs_request=False)
+    if run.is_file():
+        check_outputs(json, None)
+        found = find(read_recording(run))
+        if json is not None:
+            _write(json, None, found)
+        print_parts(f"{run}: {_count(found)}", *format_findings(found))
+        return
+    folder = open_run(run)
     check_outputs(json, None)
     diagnosis = examine(folder)
-    damaged = [f"skipped damaged {path}" for path in find_damaged_heartbeats(folder)]
+    found = find(read_facts(folder))
     if json is not None:
-        _write(json, diagnosis)
+        _write(json, diagnosis, found)
     if diagnosis is None:
-        print_parts(f"{run} is not running: {_describe_last_state(folder)}", *damaged)
+        first = f"{run} is not running: {_describe_last_state(folder)}"
+        print_parts(first, *(line for line in format_findings(found) if line not in first))
         return
-    print_parts(f"{run}: {format_sentence(diagnosis)}", *format_details(diagnosis), *damaged)
+    print_parts(f"{run}: {format_sentence(diagnosis)}", *format_details(diagnosis), *format_findings(found))
     if diagnosis.verdict == "stuck":
         raise typer.Exit(1)
+
+
+def _count(found: "Findings") -> str:
+    from paceline.units import several
+
+    return several(len(found.findings), "finding")
 
 
 def _describe_last_state(folder: RunFolder) -> str:
@@ -56,8 +78,6 @@ def _describe_last_state(folder: RunFolder) -> str:
 
 
 def _describe_end(summary: "Summary", folder: RunFolder) -> str:
-    if not folder.spec.exists():
-        return "its ranks have ended"
     if summary.started is None:
         from paceline.cli.run_state import describe_run
 
@@ -70,10 +90,17 @@ def _describe_end(summary: "Summary", folder: RunFolder) -> str:
     return f"it was interrupted after {progress}{cause}; continue with: paceline resume {folder.path}"
 
 
-def _write(path: Path, diagnosis: Any) -> None:
+def _write(path: Path, diagnosis: "Diagnosis | None", found: "Findings") -> None:
     import json
-    from dataclasses import asdict
+    from dataclasses import asdict, fields
 
+    from paceline.doctor.diagnose import Diagnosis
     from paceline.files import write_whole
+    from paceline.inspect.text import to_json
 
-    write_whole(path, json.dumps(asdict(diagnosis) if diagnosis is not None else None, indent=1) + "\n")
+    state = (
+        asdict(diagnosis)
+        if diagnosis is not None
+        else dict.fromkeys(field.name for field in fields(Diagnosis))
+    )
+    write_whole(path, json.dumps({**state, **to_json(found)}, indent=1) + "\n")

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from paceline.events import MAX_TIME
 from paceline.files import open_regular
 from paceline.units import without_controls
 
-START, DATA, FORWARD, BACKWARD, UPDATE, REPORT, EVALUATE, SAVE, ENDED, OWN_CODE = (
+START, DATA, FORWARD, BACKWARD, UPDATE, REPORT, EVALUATE, SAVE, ENDED = (
     "start",
     "data",
     "forward",
@@ -27,7 +27,6 @@ START, DATA, FORWARD, BACKWARD, UPDATE, REPORT, EVALUATE, SAVE, ENDED, OWN_CODE 
     "evaluate",
     "save",
     "ended",
-    "own code",  # of a training loop that the user writes, between step() and the next forward pass
 )
 CLOCK_S = 2.0  # tolerated difference between clocks, and delay of a file
 MAX_FILE_BYTES = 2**22
@@ -48,11 +47,13 @@ class Heartbeat:
     steps: int | None  # of the whole training; None: not known yet
     stepped: float | None  # when that step ended; None: no step has ended since this start
     longest_s: float  # longest step of this start except the first, without saves and evaluations
-    phase: str  # start, data, forward, backward, update, report, evaluate, save, ended or own code
+    phase: str  # start, data, forward, backward, update, report, evaluate, save or ended
     since: float  # start of this phase; in an evaluation, of this batch
     patience_s: float | None  # how long ranks wait for one another at present; None: they do not wait
     spent_s: Mapping[str, float]  # in each phase, mean of the recent steps
     birth: float | None = None  # of its process, see `process_birth`
+    total_steps: int = 0  # of this start, without its first steps
+    total_s: Mapping[str, float] = field(default_factory=dict)  # in each phase, sum over these steps
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ def _is_plausible(beat: Heartbeat) -> bool:
         beat.since,
         beat.patience_s or 0.0,
         *beat.spent_s.values(),
+        *beat.total_s.values(),
     )
     return (
         0 <= beat.rank < beat.ranks <= MAX_RANKS

@@ -15,20 +15,11 @@ from types import FrameType
 from typing import Any
 
 from paceline.doctor import heartbeat
-from paceline.doctor.heartbeat import (
-    DATA,
-    ENDED,
-    OWN_CODE,
-    SAVE,
-    START,
-    Collective,
-    Frame,
-    Heartbeat,
-    StackAnswer,
-)
+from paceline.doctor.heartbeat import DATA, ENDED, SAVE, START, Collective, Frame, Heartbeat, StackAnswer
 from paceline.run import RunFolder
 
 EVERY_S = 1.0
+WARM_UP_STEPS = 5  # of a start, which the sums over all steps leave out
 BEFORE_S = 0.1  # interval until the run folder exists, which rank 0 may have to create
 # Makes a process write its stack, whatever it is executing. No other library uses this signal.
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7
@@ -55,6 +46,9 @@ class HeartbeatWriter:
         self._spent_s: dict[str, float] = defaultdict(float)
         # Of the last heartbeat: step, seconds per phase until that step, seconds per phase and step.
         self._reported: tuple[int, dict[str, float], dict[str, float]] = (0, {}, {})
+        # After the warm-up: step, seconds per phase until then.
+        self._warm: tuple[int, dict[str, float]] | None = None
+        self._first = 0
         self._last_request: str | None = None
         self._over = threading.Event()
         self._training_thread = threading.get_ident()
@@ -78,18 +72,21 @@ class HeartbeatWriter:
         now = time.perf_counter()
         self._spent_s[self._phase] += now - self._since
         self._phase, self._since = phase, now
-        if phase in (DATA, OWN_CODE):
+        if phase == DATA:
             self._step_began = now
 
     def begin(self, step: int, steps: int) -> None:
         """Start at `step` of `steps`."""
         self.step, self.steps, self._reported = step, steps, (step, {}, {})
+        self._first, self._warm = step, None
 
     def done(self, step: int) -> None:
         now = time.perf_counter()
         if self._stepped is not None:
             self._longest_s = max(self._longest_s, now - self._step_began)
         self.step, self._stepped = step, now
+        if self._warm is None and step >= self._first + WARM_UP_STEPS:
+            self._warm = step, dict(self._spent_s)
 
     def _beat(self) -> None:
         assert self.run is not None
@@ -119,6 +116,12 @@ class HeartbeatWriter:
                 for phase, seconds in so_far.items()
             }
             self._reported = self.step, so_far, spent
+        warm_step, warm_s = self._warm if self._warm is not None else (self.step, None)
+        total_s = (
+            {name: seconds - warm_s.get(name, 0.0) for name, seconds in dict(self._spent_s).items()}
+            if warm_s is not None
+            else {}
+        )
         phase, since, stepped = self._phase, self._since, self._stepped
         now, clock = time.time(), time.perf_counter()
         return Heartbeat(
@@ -137,6 +140,8 @@ class HeartbeatWriter:
             patience_s=self.saving_s if phase == SAVE else self.patience_s,
             spent_s={name: seconds for name, seconds in spent.items() if name != START},
             birth=self._birth,
+            total_steps=self.step - warm_step,
+            total_s={name: seconds for name, seconds in total_s.items() if name != START},
         )
 
     def _answer(self, run: RunFolder) -> None:

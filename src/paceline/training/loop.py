@@ -56,6 +56,7 @@ from paceline.training.setup import (
     check_sample_count,
     open_data,
 )
+from paceline.training.start_facts import collect_start_facts
 from paceline.training.step import TrainingStep
 from paceline.training.step_metrics import ControlFlags, LaunchedStep, MetricsReducer, StepMetrics
 from paceline.training.stop_policy import StopPolicy, check_stop
@@ -402,6 +403,9 @@ class TrainingLoop:
             threads=torch.get_num_threads(),
             notes=(*self.prepared.notes, *self.checkpoints.resumed.notes),
             lr_group=self.prepared.lr_group,
+            facts=collect_start_facts(
+                self.prepared.model, self.device, self.spec.precision, self.world.local_size
+            ),
         )
 
     def _start_reduction(self) -> None:

@@ -1,0 +1,206 @@
+"""Rules about the course of the loss: spikes, plateaus, updates that overflowed."""
+
+import itertools
+import statistics
+from collections.abc import Sequence
+
+from paceline.inspect.facts import RunFacts, StepPoint
+from paceline.inspect.finding import NOT_APPLICABLE, Evidence, Missing, Outcome
+from paceline.units import several
+
+WINDOW = 100  # steps before a step, with which its loss is compared
+MIN_BEFORE = 40  # of them
+SPIKE_RISE = 1.5  # above the largest loss of the window, in units of its distance from the median
+SPIKE_FLOOR = 0.25  # and as a share of the range of all losses
+MIN_SPIKE_STEPS = 3  # in a row; a single hard batch is no spike
+SPIKE_NORM = 5.0  # a single step counts if its gradient exceeds the largest of the window by this factor
+MIN_PLATEAU_STEPS = 200
+MIN_PLATEAU_SHARE = 0.2  # of the training; it may begin slowly
+PLATEAU_CHANGE = 0.005  # of the loss, by which its median changes at most
+NEAR_ZERO = 0.05  # a loss below this share of the first loss has been learned
+STALE_SHARE = 0.6  # of the run, during which neither loss nor evaluation improve
+MIN_STALE_STEPS, MIN_STALE_EVALUATIONS = 400, 8
+OVERFLOW_SHARE = 0.1
+MIN_OVERFLOW_STEPS = 50
+
+
+def check_spike(facts: RunFacts) -> Outcome:
+    """A loss that jumps far above everything in the steps before."""
+    points = facts.steps
+    if len(points) < MIN_BEFORE + 10:
+        return Missing(f"it needs {MIN_BEFORE + 10} steps, got {facts.num_steps}")
+    losses = [point.loss for point in points]
+    scale = _range(losses)
+    if not scale:
+        return []
+    worst: tuple[float, int, int, float] | None = None  # rise, first, last, median before
+    at = MIN_BEFORE
+    while at < len(points):
+        before = losses[max(0, at - WINDOW) : at]
+        middle, highest = statistics.median(before), max(before)
+        limit = highest + max(SPIKE_RISE * (highest - middle), SPIKE_FLOOR * scale)
+        until = at
+        while until < len(points) and losses[until] > limit:
+            until += 1
+        count = until - at
+        if count >= MIN_SPIKE_STEPS or (count and _has_large_gradient(points, at)):
+            rise = max(losses[at:until]) - middle
+            if worst is None or rise > worst[0]:
+                worst = rise, at, until - 1, middle
+        at = until + 1 if count else at + 1
+    if worst is None:
+        return []
+    rise, first, last, middle = worst
+    back = next((k for k in range(last, len(points)) if losses[k] <= middle + 0.1 * rise), None)
+    lost = sum(point.num_steps for point in points[first : back if back is not None else len(points)])
+    peak = max(losses[first : last + 1])
+    step = points[first].step
+    end = f"and was back after {several(lost, 'step')}" if back is not None else "and did not come back since"
+    return [
+        Evidence(
+            f"the loss jumped from {middle:.4g} to {peak:.4g} at step {step} {end}",
+            {"step": step, "loss_before": middle, "loss": peak, "steps_lost": lost},
+            lost / max(1, facts.num_steps),
+            f"{facts.again} --clip 1.0 limits the gradient; a lower --lr and schedule.warmup help too",
+        )
+    ]
+
+
+def _has_large_gradient(points: Sequence[StepPoint], at: int) -> bool:
+    norms = [point.grad_norm for point in points[max(0, at - WINDOW) : at] if point.grad_norm is not None]
+    # The gradient of the step after the jump may show it, too.
+    near = [point.grad_norm for point in points[at : at + 2] if point.grad_norm is not None]
+    return bool(norms and near) and max(near) > SPIKE_NORM * max(norms) > 0
+
+
+def _range(values: Sequence[float]) -> float:
+    """Return the distance between the 5th and the 95th percentile."""
+    ordered = sorted(values)
+    return ordered[int(0.95 * (len(ordered) - 1))] - ordered[int(0.05 * (len(ordered) - 1))]
+
+
+def check_plateau(facts: RunFacts) -> Outcome:
+    """A loss that has not moved since the beginning, or that stopped improving long ago."""
+    started, points = facts.started, facts.steps
+    if started is None:
+        return Missing("the run has not started")
+    if facts.num_steps < MIN_PLATEAU_STEPS or len(points) < MIN_PLATEAU_STEPS // 2:
+        return Missing(f"it needs {MIN_PLATEAU_STEPS} steps, got {facts.num_steps}")
+    if points[-1].step < MIN_PLATEAU_SHARE * started.steps:
+        return Missing(f"it needs {MIN_PLATEAU_SHARE:.0%} of the training, which may begin slowly")
+    losses = [point.loss for point in points]
+    if not any(losses):
+        return []  # a task without a loss
+    never = _find_never_moved(facts, losses)
+    return never if never else _find_stale(facts, losses)
+
+
+def _find_never_moved(facts: RunFacts, losses: Sequence[float]) -> list[Evidence]:
+    third = len(losses) // 3
+    first, last = statistics.median(losses[:third]), statistics.median(losses[-third:])
+    begin = statistics.median(losses[:10])
+    scale = max(abs(first), abs(begin))
+    limit = PLATEAU_CHANGE * scale
+    moved = max(abs(last - first), abs(last - begin) if _noise(losses) < limit else 0.0)
+    if moved > limit or abs(last) < NEAR_ZERO * scale or _improved(facts, 1.0):
+        return []
+    # A noisy loss may fall by less than its noise: compare the halves by rank, which needs no distribution.
+    if _falls(losses):
+        return []
+    lr = max(point.lr for point in facts.steps)
+    return [
+        Evidence(
+            f"the loss has not moved in {facts.num_steps:,} steps: {first:.4g} in the first third, "
+            f"{last:.4g} in the last (learning rate {lr:.3g})",
+            {"steps": facts.num_steps, "loss_first": first, "loss_last": last, "lr": lr},
+            1.0,
+            f"try another --lr, or see a step: paceline replay {facts.path} --step {facts.steps[-1].step}",
+        )
+    ]
+
+
+def _find_stale(facts: RunFacts, losses: Sequence[float]) -> list[Evidence]:
+    """Return a finding if neither loss nor evaluations improved in the last part of the run."""
+    evaluations = len(facts.evaluated)
+    if facts.num_steps < MIN_STALE_STEPS or evaluations < MIN_STALE_EVALUATIONS:
+        return []
+    begin = round((1 - STALE_SHARE) * len(losses))
+    tail = losses[begin:]
+    head = statistics.median(losses[:10])
+    early, late = statistics.median(tail[: len(tail) // 3]), statistics.median(tail[-(len(tail) // 3) :])
+    drop = head - early
+    has_learned = abs(late) < NEAR_ZERO * abs(head)
+    if drop <= 0 or early - late > 0.02 * drop or has_learned or _improved(facts, STALE_SHARE):
+        return []
+    if _falls(tail):
+        return []
+    step = facts.steps[begin].step
+    share = STALE_SHARE
+    return [
+        Evidence(
+            f"the loss and the evaluations have not improved since step {step}: {early:.4g} then, "
+            f"{late:.4g} at the end",
+            {"step": step, "loss_then": early, "loss": late},
+            share,
+            f"stop earlier: {facts.again} --patience 3; or decay the learning rate: --schedule cosine",
+        )
+    ]
+
+
+def _noise(losses: Sequence[float]) -> float:
+    """Return the median difference of neighbouring losses."""
+    return statistics.median(abs(b - a) for a, b in itertools.pairwise(losses))
+
+
+def _falls(losses: Sequence[float]) -> bool:
+    """Return whether the later losses are lower, by a Mann-Whitney test of the first and the last third.
+
+    Steps that share samples are not independent, so the limit is 4 standard deviations."""
+    third = len(losses) // 3
+    first, last = losses[:third], losses[-third:]
+    ordered = sorted([(value, 0) for value in first] + [(value, 1) for value in last])
+    ranks_last, at = 0.0, 0
+    while at < len(ordered):
+        until = at
+        while until < len(ordered) and ordered[until][0] == ordered[at][0]:
+            until += 1
+        mean_rank = (at + until + 1) / 2
+        ranks_last += mean_rank * sum(group for _, group in ordered[at:until])
+        at = until
+    n = float(third)
+    statistic = ranks_last - n * (n + 1) / 2
+    deviation = (n * n * (2 * n + 1) / 12) ** 0.5
+    return statistic < n * n / 2 - 4 * deviation
+
+
+def _improved(facts: RunFacts, share: float) -> bool:
+    """Return whether the loss of an evaluation improved in the last `share` of the evaluations."""
+    values = [event.metrics.get("loss") for event in facts.evaluated]
+    known = [value for value in values if value is not None and value == value]
+    if len(known) < 3:
+        return False
+    split = max(1, round((1 - share) * len(known)))
+    before, after = min(known[:split]), min(known[split:], default=float("inf"))
+    return after < before - PLATEAU_CHANGE * abs(before)
+
+
+def check_overflow(facts: RunFacts) -> Outcome:
+    """Updates that fp16 skips because gradients overflow."""
+    if facts.started is None:
+        return Missing("the run has not started")
+    if facts.started.precision != "fp16":
+        return NOT_APPLICABLE
+    if facts.num_warm < MIN_OVERFLOW_STEPS:
+        return Missing(f"it needs {MIN_OVERFLOW_STEPS} steps after the first, got {facts.num_warm}")
+    skipped = sum(point.num_steps for point in facts.warm if point.grad_norm is None)
+    share = skipped / facts.num_warm
+    if share < OVERFLOW_SHARE:
+        return []
+    return [
+        Evidence(
+            f"fp16 overflowed in {share:.0%} of the steps, whose updates were skipped",
+            {"steps": facts.num_warm, "skipped": skipped},
+            share,
+            f"{facts.again} --precision bf16",
+        )
+    ]

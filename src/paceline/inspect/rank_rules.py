@@ -1,0 +1,296 @@
+"""Rules about ranks: stragglers, communication, pipelines, and whether more ranks pay."""
+
+import statistics
+from typing import NamedTuple
+
+from paceline.doctor.heartbeat import BACKWARD, DATA, FORWARD, UPDATE
+from paceline.inspect.facts import RunFacts, Sibling
+from paceline.inspect.finding import NOT_APPLICABLE, Evidence, Missing, Outcome
+from paceline.plan.plan import ResolvedPlan
+from paceline.plan.schedules import StageTimes
+from paceline.units import format_seconds, several
+
+MIN_STEPS = 20  # in the sums of a heartbeat
+MIN_PROFILES = 3  # that name the same straggler; a single profile may show a pause of the machine
+SLOW_RATIO = 1.5  # of the busy time of a rank, relative to the median of the others
+SLOW_SHARE = 0.15  # of the step, by which it is slower
+SLOW_S = 2e-3  # less is noise of the scheduler of the operating system
+COMMUNICATION_SHARE, COMMUNICATION_S = 0.4, 5e-3
+BUBBLE_SHARE = 0.35  # the default of 2·pp micro-batches idles at most a third
+IMBALANCE = 1.4  # busy time of the slowest rank of a pipeline, relative to the mean
+MIN_GAIN = 0.5  # efficiency below which more ranks do not pay
+MIN_FACTOR = 2.0  # of the cores or devices between the two runs
+
+
+class RankTimes(NamedTuple):
+    """Seconds per step in which a rank works for itself, and where."""
+
+    own_s: float
+    data_s: float
+
+
+def _read_rank_times(facts: RunFacts) -> list[RankTimes] | None:
+    """Return the own time of each rank from the heartbeats; None if a rank lacks it.
+
+    The backward pass, and under most plans the forward pass too, contain waiting for other ranks."""
+    plan = facts.plan
+    if plan is None or not facts.beats:
+        return None
+    has_own_forward = plan.zero <= 1 and plan.tp == plan.pp == plan.cp == 1
+    times = []
+    for beat in facts.beats:
+        if beat is None or beat.total_steps < MIN_STEPS:
+            return None
+        data_s = beat.total_s.get(DATA, 0.0) / beat.total_steps
+        forward_s = beat.total_s.get(FORWARD, 0.0) / beat.total_steps
+        times.append(RankTimes(data_s + (forward_s if has_own_forward else 0.0), data_s))
+    return times
+
+
+def _step_s(facts: RunFacts) -> float:
+    """Return the mean time of a step by the heartbeat of the first rank."""
+    beat = facts.beats[0]
+    assert beat is not None
+    return sum(beat.total_s.get(phase, 0.0) for phase in (DATA, FORWARD, BACKWARD, UPDATE)) / beat.total_steps
+
+
+class Straggler(NamedTuple):
+    rank: int
+    busy_s: float
+    others_s: float
+    step_s: float
+    where: str  # "input", "computing" or "" if unknown
+
+    @property
+    def share(self) -> float:
+        return min(1.0, (self.busy_s - self.others_s) / self.step_s) if self.step_s else 0.0
+
+
+def find_straggler(facts: RunFacts) -> Straggler | Missing | None:
+    """Return the rank for which the others wait, None if there is none."""
+    times = _read_rank_times(facts)
+    found = _find_by_heartbeat(times, _step_s(facts)) if times is not None else None
+    if found is not None:
+        return found
+    num_ranks = facts.started.ranks if facts.started is not None else 0
+    profiles = facts.profiled
+    if num_ranks < 2 or len(profiles) < MIN_PROFILES:
+        if times is None:
+            return Missing(
+                f"it needs {MIN_STEPS} steps after the first with heartbeats of all ranks, or "
+                f"{MIN_PROFILES} profiles (--profile), got {len(profiles)}"
+            )
+        return None
+    rank, count = _most_common([event.slowest for event in profiles])
+    if 2 * count <= len(profiles):
+        return None
+    own = [event for event in profiles if event.slowest == rank]
+    busy_s = statistics.median(event.slowest_s for event in own)
+    others_s = statistics.median(
+        max(0.0, (event.busy_s * num_ranks - event.slowest_s) / (num_ranks - 1)) for event in own
+    )
+    straggler = Straggler(rank, busy_s, others_s, statistics.median(event.step_s for event in own), "")
+    return straggler if _is_slow(straggler) else None
+
+
+def _find_by_heartbeat(times: list[RankTimes], step_s: float) -> Straggler | None:
+    slowest = max(range(len(times)), key=lambda rank: times[rank].own_s)
+    others = [entry for rank, entry in enumerate(times) if rank != slowest]
+    if not others:
+        return None
+    others_s = statistics.median(entry.own_s for entry in others)
+    waits_s = times[slowest].data_s - statistics.median(entry.data_s for entry in others)
+    where = "input" if 2 * waits_s > times[slowest].own_s - others_s else "computing"
+    straggler = Straggler(slowest, times[slowest].own_s, others_s, step_s, where)
+    return straggler if _is_slow(straggler) else None
+
+
+def _is_slow(straggler: Straggler) -> bool:
+    return (
+        straggler.busy_s > SLOW_RATIO * straggler.others_s
+        and straggler.share > SLOW_SHARE
+        and straggler.busy_s - straggler.others_s > SLOW_S
+    )
+
+
+def _most_common(numbers: list[int]) -> tuple[int, int]:
+    number = statistics.mode(numbers)
+    return number, numbers.count(number)
+
+
+def check_straggler(facts: RunFacts) -> Outcome:
+    """A rank that is busy longer than the others, which wait for it in their collectives."""
+    if facts.started is None:
+        return Missing("the run has not started")
+    if facts.started.ranks < 2 or (facts.plan is not None and facts.plan.servers is not None):
+        return NOT_APPLICABLE
+    if facts.plan is not None and facts.plan.pp > 1:
+        return NOT_APPLICABLE  # the stages of a pipeline differ by design: see check_pipeline
+    found = find_straggler(facts)
+    if isinstance(found, Missing):
+        return found
+    if found is None:
+        return []
+    where = f", mostly in {found.where}" if found.where else ""
+    beat = facts.beats[found.rank] if found.rank < len(facts.beats) else None
+    host = f" on {beat.host}" if beat is not None else ""
+    fix = (
+        f"find out what rank {found.rank} reads: {facts.again} --workers 2 lets it read ahead"
+        if found.where == "input"
+        else f"look for other processes on its machine{host}: paceline probe"
+    )
+    return [
+        Evidence(
+            f"rank {found.rank}{host} is busy for {format_seconds(found.busy_s)} a step{where}, the others "
+            f"for {format_seconds(found.others_s)}: they wait for it",
+            {"rank": found.rank, "busy_s": found.busy_s, "others_s": found.others_s, "step_s": found.step_s},
+            found.share,
+            fix,
+        )
+    ]
+
+
+def check_communication(facts: RunFacts) -> Outcome:
+    """A step that consists of communication to a large part, without the waiting for a straggler."""
+    started = facts.started
+    if started is None:
+        return Missing("the run has not started")
+    plan = facts.plan
+    if started.ranks < 2 or (plan is not None and (plan.pp > 1 or plan.servers is not None)):
+        return NOT_APPLICABLE
+    share_step = _measure_communication(facts)
+    if share_step is None:
+        return Missing("it needs a profiled step (--profile), or the end of a run of 50 steps under ddp")
+    share, step_s = share_step
+    straggler = find_straggler(facts)
+    if isinstance(straggler, Straggler):
+        share -= straggler.share
+    cores, ranks = facts.facts.get("cores"), facts.facts.get("local_ranks", 1.0)
+    if facts.is_cpu and cores and ranks * started.threads > cores:
+        return Missing("ranks that share cores wait for each other, which is no communication")
+    if share < COMMUNICATION_SHARE or share * step_s < COMMUNICATION_S:
+        return []
+    return [
+        Evidence(
+            f"ranks communicate for {share:.0%} of a step, {format_seconds(share * step_s)} of "
+            f"{format_seconds(step_s)}",
+            {"communication_s": share * step_s, "step_s": step_s, "ranks": started.ranks},
+            share,
+            _choose_plan(facts, plan),
+        )
+    ]
+
+
+def _measure_communication(facts: RunFacts) -> tuple[float, float] | None:
+    """Return communication as a share of the step, and the step's seconds; None if unknown."""
+    if facts.profiled:
+        share = statistics.median(
+            event.seconds.get("communication", 0.0) / event.step_s for event in facts.profiled
+        )
+        return share, statistics.median(event.step_s for event in facts.profiled)
+    if facts.ended is not None and facts.ended.communication is not None and facts.num_warm >= 50:
+        return facts.ended.communication, facts.step_s or 0.0
+    return None
+
+
+def _choose_plan(facts: RunFacts, plan: ResolvedPlan | None) -> str:
+    """Return the change of the plan that sends less."""
+    started = facts.started
+    assert started is not None
+    compare = (
+        f"compare the plans: paceline plan {started.task} --ranks {started.ranks} --batch {started.batch}"
+    )
+    if plan is None:
+        return compare
+    if plan.tp > 1 or plan.cp > 1:
+        axis = "tp" if plan.tp > 1 else "cp"
+        return f"a lower degree of {axis} with more data ranks sends less; {compare}"
+    if plan.zero == 3:
+        return f"zero2 sends a third less than zero3 if the weights fit: {facts.again} --plan zero2"
+    return f"a larger --batch, or fewer ranks, sends less often; {compare}"
+
+
+def check_pipeline(facts: RunFacts) -> Outcome:
+    """A pipeline whose stages take unequal time, or that has too few micro-batches."""
+    plan, started = facts.plan, facts.started
+    if started is None:
+        return Missing("the run has not started")
+    if plan is None or plan.pp < 2:
+        return NOT_APPLICABLE
+    if not facts.profiled:
+        return Missing("it needs a profiled step (--profile)")
+    idle = plan.schedule.idle_s(plan.pp, plan.microbatches, plan.stages_per_rank, StageTimes(1.0, 1.0, 1.0))
+    expected = idle / (idle + 3.0 * plan.microbatches)
+    bubble = statistics.median(event.seconds.get("bubble", 0.0) / event.step_s for event in facts.profiled)
+    ratio = statistics.median(event.slowest_s / max(event.busy_s, 1e-9) for event in facts.profiled)
+    values = {"busy_ratio": ratio, "bubble": bubble, "expected_bubble": expected}
+    found = []
+    if ratio > IMBALANCE:
+        rank, _ = _most_common([event.slowest for event in facts.profiled])
+        found.append(
+            Evidence(
+                f"the stages of the pipeline are unequal: rank {rank} (stage {plan.place(rank).pp}) is busy "
+                f"for {ratio:.2f} times the mean",
+                values,
+                max(0.0, 1 - 1 / ratio),
+                "let Task.layout name smaller blocks, which become the units of stages, or use more stages: "
+                f"{facts.again} --plan pp={plan.pp},pp_schedule=interleaved",
+            )
+        )
+    if expected > BUBBLE_SHARE:
+        found.append(
+            Evidence(
+                f"with microbatches={plan.microbatches}, the {plan.pp} stages of the pipeline are idle for "
+                f"{expected:.0%} of a step",
+                values,
+                expected,
+                f"{facts.again} --plan pp={plan.pp},microbatches={4 * plan.pp}",
+            )
+        )
+    return found
+
+
+def check_scaling(facts: RunFacts) -> Outcome:
+    """A run that is hardly faster than a comparable run on fewer cores or devices."""
+    started = facts.started
+    if started is None:
+        return Missing("the run has not started")
+    if started.ranks < 2:
+        return NOT_APPLICABLE
+    if facts.num_warm < MIN_STEPS:
+        return Missing(f"it needs {MIN_STEPS} steps after the first, got {facts.num_warm}")
+    mine = Sibling(
+        facts.path.name,
+        started.plan,
+        started.ranks,
+        started.threads,
+        statistics.median(point.samples_per_s for point in facts.warm),
+    )
+    smaller = [
+        other
+        for other in facts.siblings
+        if other.ranks < mine.ranks
+        and _count_devices(mine, facts) >= MIN_FACTOR * _count_devices(other, facts)
+    ]
+    if not smaller:
+        return Missing("it needs a run of the same task and batch beside it on half as many cores or devices")
+    other = max(smaller, key=lambda run: (run.samples_per_s / _count_devices(run, facts), run.ranks))
+    factor = _count_devices(mine, facts) / _count_devices(other, facts)
+    gain = mine.samples_per_s / other.samples_per_s
+    if gain / factor >= MIN_GAIN:
+        return []
+    return [
+        Evidence(
+            f"{several(mine.ranks, 'rank')} train {gain:.2f} times as fast as "
+            f"{several(other.ranks, 'rank')} of {other.name} ({other.plan}) with {factor:.3g} times the "
+            f"{'cores' if facts.is_cpu else 'devices'}: an efficiency of {gain / factor:.0%}",
+            {"ranks": mine.ranks, "other_ranks": other.ranks, "gain": gain, "efficiency": gain / factor},
+            1 - gain / factor,
+            f"{facts.again} --ranks {other.ranks}, or a larger --batch",
+        )
+    ]
+
+
+def _count_devices(run: Sibling, facts: RunFacts) -> float:
+    """Return the devices, or the cores that the threads of the ranks can use."""
+    return float(run.ranks * run.threads) if facts.is_cpu else float(run.ranks)

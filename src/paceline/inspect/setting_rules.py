@@ -1,0 +1,205 @@
+"""Rules about the request: precision, options without effect, threads, settings for GPUs."""
+
+from paceline.cluster.published import find_published_name, sheets
+from paceline.inspect.facts import RunFacts
+from paceline.inspect.finding import NOT_APPLICABLE, Evidence, Missing, Outcome
+from paceline.spec import Loading, Optimizer, Spec
+from paceline.units import several
+
+TF32_CAPABILITY = 80  # NVIDIA Ampere: the first devices with TF32 (10 × compute capability)
+TENSOR_CORES = 70  # NVIDIA Volta: the first devices with Tensor Cores, for fp16
+MIN_CONVOLUTIONS = 3  # in a model with fewer, other layers dominate
+DEFAULTS = Optimizer()
+RANKS_PER_CORE = 2  # more are never useful; up to two try a plan on a small machine
+
+_NO_REQUEST = Missing("the request of the run cannot be read")
+_NO_START = Missing("the run has not started")
+_NO_FACTS = Missing("the run was started by a version that did not record the machine")
+
+
+def check_precision(facts: RunFacts) -> Outcome:
+    """A precision in which the device cannot compute, so that it converts values back and forth."""
+    started = facts.started
+    if started is None:
+        return _NO_START
+    if started.precision not in ("bf16", "fp16"):
+        return NOT_APPLICABLE
+    native = facts.facts.get("native_precision")
+    if native is None and (name := find_published_name(started.device)) is not None:
+        native = float(started.precision in sheets()[name].chip.dense)
+    if native is None:
+        return Missing(f"it is unknown whether {started.device} computes in {started.precision}")
+    if native:
+        return []
+    device = "this CPU" if facts.is_cpu else started.device
+    slow = "; on CPUs, bf16 was up to 7 times slower than fp32" if facts.is_cpu else ""
+    return [
+        Evidence(
+            f"{device} cannot compute in {started.precision} and emulates it{slow}",
+            {"native_precision": 0.0},
+            None,
+            f"{facts.again} --precision fp32",
+        )
+    ]
+
+
+def check_ineffective_options(facts: RunFacts) -> Outcome:
+    """Options that were set and change nothing."""
+    if facts.spec is None:
+        return _NO_REQUEST
+    if facts.started is None:
+        return _NO_START
+    return [
+        Evidence(f"{option} has no effect: {reason}", fix=f"leave it out, or {fix}")
+        for option, reason, fix in _find_ineffective(facts.spec, facts)
+    ]
+
+
+def _find_ineffective(spec: Spec, facts: RunFacts) -> list[tuple[str, str, str]]:
+    """Return the options without effect: what was set, why it has no effect, and what would have one."""
+    found = []
+    capability = facts.facts.get("capability")
+    if spec.tf32:
+        if facts.is_cpu:
+            found.append(
+                ("--tf32", "it applies to CUDA devices, and the training ran on the CPU", "use a GPU")
+            )
+        elif spec.precision != "fp32":
+            found.append(
+                ("--tf32", f"it applies to fp32, and the precision is {spec.precision}", "--precision fp32")
+            )
+        elif capability is not None and capability < TF32_CAPABILITY:
+            found.append(("--tf32", f"{_device(facts)} has no TF32", "--precision fp16"))
+    optimizer, schedule = spec.optimizer, spec.schedule
+    if optimizer.name == "adamw" and optimizer.momentum != DEFAULTS.momentum:
+        found.append(
+            (
+                f"optimizer.momentum={optimizer.momentum:g}",
+                "it applies to sgd, and the optimizer is adamw",
+                "set optimizer.betas",
+            )
+        )
+    if optimizer.name == "adamw" and optimizer.nesterov:
+        found.append(
+            (
+                "optimizer.nesterov",
+                "it applies to sgd, and the optimizer is adamw",
+                "--optimizer sgd",
+            )
+        )
+    if optimizer.name == "sgd" and optimizer.betas != DEFAULTS.betas:
+        found.append(
+            (
+                f"optimizer.betas={list(optimizer.betas)}",
+                "it applies to adamw, and the optimizer is sgd",
+                "set optimizer.momentum",
+            )
+        )
+    if schedule.floor and schedule.name in ("constant", "step"):
+        found.append(
+            (
+                f"schedule.floor={schedule.floor:g}",
+                f"it applies to cosine and linear, and the schedule is {schedule.name}",
+                "--schedule cosine",
+            )
+        )
+    if spec.data.prefetch != Loading().prefetch and spec.data.workers == 0:
+        found.append(
+            (f"data.prefetch={spec.data.prefetch}", "no worker reads samples ahead", "--workers 1 or more")
+        )
+    return found
+
+
+def _device(facts: RunFacts) -> str:
+    return facts.started.device if facts.started is not None else "the device"
+
+
+def check_threads(facts: RunFacts) -> Outcome:
+    """More threads than cores: threads take turns, and a rank that waits for a core delays all ranks."""
+    started = facts.started
+    if started is None:
+        return _NO_START
+    if not facts.is_cpu:
+        return NOT_APPLICABLE
+    cores, ranks = facts.facts.get("cores"), facts.facts.get("local_ranks")
+    if not cores or not ranks:
+        return _NO_FACTS
+    if started.threads * ranks <= cores or (started.threads == 1 and ranks <= RANKS_PER_CORE * cores):
+        return []
+    values = {"threads": started.threads, "local_ranks": ranks, "cores": cores}
+    sentence = (
+        f"{several(int(ranks), 'rank')} with {several(started.threads, 'thread')} each share "
+        f"{several(int(cores), 'core')} of a machine"
+    )
+    if started.threads > 1:
+        share = max(1, int(cores // ranks))
+        return [Evidence(sentence, values, None, f"{facts.again} --set spec.threads={share}")]
+    return [
+        Evidence(
+            f"{sentence}: the ranks take turns, so more ranks are not faster",
+            values,
+            None,
+            f"{facts.again} --ranks {int(cores)}, or more nodes",
+        )
+    ]
+
+
+def check_tf32(facts: RunFacts) -> Outcome:
+    """Products in float32 on a GPU whose Tensor Cores are unused."""
+    if facts.spec is None:
+        return _NO_REQUEST
+    if facts.started is None:
+        return _NO_START
+    if facts.is_cpu or facts.spec.precision != "fp32":
+        return NOT_APPLICABLE
+    capability = facts.facts.get("capability")
+    if capability is None:
+        return Missing("the compute capability of the GPU was not recorded")
+    if facts.spec.tf32 or capability < TENSOR_CORES:
+        return []
+    use = "--tf32, or --precision bf16" if capability >= TF32_CAPABILITY else "--precision fp16"
+    return [
+        Evidence(
+            f"fp32 products leave the Tensor Cores of {_device(facts)} unused",
+            {"capability": capability / 10},
+            None,
+            f"{facts.again} {use}",
+        )
+    ]
+
+
+def check_convolutions(facts: RunFacts) -> Outcome:
+    """Convolutions on a GPU without channels_last (with 16-bit types) or without cudnn.benchmark."""
+    started = facts.started
+    if started is None:
+        return _NO_START
+    if facts.is_cpu:
+        return NOT_APPLICABLE
+    convolutions = facts.facts.get("convolutions")
+    if convolutions is None:
+        return _NO_FACTS
+    if convolutions < MIN_CONVOLUTIONS:
+        return []
+    found = []
+    values = {name: facts.facts.get(name, 0.0) for name in ("convolutions", "channels_last")}
+    uses_tensor_cores = started.precision in ("bf16", "fp16") or (facts.spec is not None and facts.spec.tf32)
+    if uses_tensor_cores and not facts.facts.get("channels_last"):
+        found.append(
+            Evidence(
+                f"the weights of {convolutions:.0f} convolutions are not in channels_last, the format of "
+                "Tensor Cores",
+                values,
+                None,
+                "return model.to(memory_format=torch.channels_last) in model()",
+            )
+        )
+    if not facts.facts.get("cudnn_benchmark"):
+        found.append(
+            Evidence(
+                f"cuDNN does not search for the fastest kernels of {convolutions:.0f} convolutions",
+                values | {"cudnn_benchmark": 0.0},
+                None,
+                "set torch.backends.cudnn.benchmark = True in model(), if all batches have one shape",
+            )
+        )
+    return found

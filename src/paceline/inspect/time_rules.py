@@ -1,0 +1,154 @@
+"""Rules about the time of a step and around it: input, evaluations, checkpoints."""
+
+import itertools
+import math
+import statistics
+
+from paceline.inspect.facts import RunFacts, StepPoint, weighted_sum
+from paceline.inspect.finding import Evidence, Missing, Outcome
+from paceline.units import format_seconds, several
+
+MIN_STEPS = 20  # after the warm-up; the shares of fewer steps vary too much
+MIN_WARM_S = 0.5  # of these steps; in less time, a single pause of the machine is a large share
+INPUT_SHARE, INPUT_WAIT_S = 0.25, 3e-3  # collating a small batch in Python takes a millisecond or two
+STALLS = 0.02  # of the steps: the longest waits are left out, which may be single stalls of a file system
+SPARE = 1.1  # readers that are faster than the training by this factor keep it busy
+MAX_WORKERS = 1024  # as in spec.Loading
+MIN_EVALUATIONS = 3
+EVALUATION_SHARE = 0.25  # an evaluation of as many samples as an epoch takes about a third of its time
+GOOD_EVALUATION_SHARE = 0.05
+MIN_SAVES, MIN_SAVE_S = 3, 0.5
+SAVE_SHARE = 0.15
+BEST_SAVE_SHARE = 0.25  # if only better metrics cause the saves: a short run improves at each evaluation
+GOOD_SAVE_SHARE = 0.02
+
+
+def lacks_steps(facts: RunFacts) -> Missing | None:
+    """Return what is missing if there are too few steps after the warm-up, else None."""
+    if facts.num_warm < MIN_STEPS:
+        return Missing(
+            f"it needs {MIN_STEPS} steps after the first, got {facts.num_warm}"
+            if facts.steps
+            else "the run has no step yet"
+        )
+    seconds = weighted_sum(facts.warm, [point.step_s for point in facts.warm])
+    if seconds < MIN_WARM_S:
+        return Missing(f"it needs steps of {MIN_WARM_S} s together, got {format_seconds(seconds)}")
+    return None
+
+
+def check_input(facts: RunFacts) -> Outcome:
+    """Steps that wait for their batch, and the number of workers with which they would not."""
+    if (missing := lacks_steps(facts)) is not None:
+        return missing
+    warm = _without_stalls(facts.warm)
+    count = sum(point.num_steps for point in warm)
+    data_s = weighted_sum(warm, [point.data_s for point in warm]) / count
+    step_s = weighted_sum(warm, [point.step_s for point in warm]) / count
+    if not step_s or data_s / step_s < INPUT_SHARE or data_s < INPUT_WAIT_S:
+        return []
+    share = data_s / step_s
+    values = {"data_s": data_s, "step_s": step_s, "share": share}
+    sentence = (
+        f"the training waits for its input for {share:.0%} of the time: {format_seconds(data_s)} of "
+        f"{format_seconds(step_s)} a step"
+    )
+    workers = facts.spec.data.workers if facts.spec is not None else None
+    if workers is None:
+        workers = _count_default_workers(facts)
+    # Without workers, the wait is the time to read a batch. Workers that limit the training read one batch
+    # each in `workers` steps.
+    read_s = data_s if workers == 0 else workers * step_s
+    compute_s = max(step_s - data_s, 1e-4)
+    needed = min(MAX_WORKERS, max(workers + 1, math.ceil(SPARE * read_s / compute_s)))
+    values |= {"workers": workers, "workers_needed": needed}
+    present = f"{several(workers, 'worker')} read" if workers else "no worker reads"
+    sentence += f"; {present} ahead, and {needed} per rank would suffice"
+    cores, ranks = facts.facts.get("cores"), facts.facts.get("local_ranks", 1.0)
+    if cores and needed * ranks > cores:
+        sentence += f" if reading waits for files rather than computes (the machine has {cores:.0f} cores)"
+    return [Evidence(sentence, values, share, f"{facts.again} --workers {needed}")]
+
+
+def _count_default_workers(facts: RunFacts) -> int:
+    """Return the workers of a rank by default: none without a GPU, else spare cores, at most 4."""
+    cores, ranks = facts.facts.get("cores"), facts.facts.get("local_ranks", 1.0)
+    if facts.is_cpu or not cores:
+        return 0 if facts.is_cpu else 4
+    return int(min(4, max(0, cores // ranks - 1)))
+
+
+def _without_stalls(points: tuple[StepPoint, ...]) -> list[StepPoint]:
+    ordered = sorted(points, key=lambda point: point.data_s)
+    return ordered[: len(ordered) - max(1, round(STALLS * len(ordered)))]
+
+
+def check_evaluations(facts: RunFacts) -> Outcome:
+    """Evaluations that take a large share of the time, and how often they should run."""
+    if facts.started is None or not facts.steps:
+        return Missing("the run has no step yet")
+    if len(facts.evaluated) < MIN_EVALUATIONS:
+        return Missing(f"it needs {MIN_EVALUATIONS} evaluations, got {len(facts.evaluated)}")
+    each_s = statistics.median(event.seconds for event in facts.evaluated)
+    count = len(facts.evaluated) - 1  # the evaluation at the end is always wanted
+    total_s = facts.run_s
+    share = min(1.0, count * each_s / total_s) if total_s else 0.0
+    if share < EVALUATION_SHARE:
+        return []
+    steps = [event.step for event in facts.evaluated]
+    every = max(1, round(statistics.median(b - a for a, b in itertools.pairwise(steps))))
+    step_s = statistics.median(point.step_s for point in facts.steps)
+    wanted = _round_up(each_s * (1 - GOOD_EVALUATION_SHARE) / (GOOD_EVALUATION_SHARE * max(step_s, 1e-6)))
+    wanted = min(max(wanted, every + 1), max(facts.started.steps, every + 1))
+    sentence = (
+        f"evaluations take {share:.0%} of the time: {format_seconds(each_s)} each, every "
+        f"{several(every, 'step').removeprefix('1 ')}"
+    )
+    values = {"evaluation_s": each_s, "evaluations": len(facts.evaluated), "every": every, "share": share}
+    return [
+        Evidence(
+            sentence,
+            values | {"every_needed": wanted},
+            share * (1 - every / wanted),
+            f"{facts.again} --set spec.evaluate_every={wanted}",
+        )
+    ]
+
+
+def check_checkpoints(facts: RunFacts) -> Outcome:
+    """Saves that block the training for a large share of the time."""
+    if facts.started is None or not facts.steps:
+        return Missing("the run has no step yet")
+    last = facts.started.steps
+    saves = [event for event in facts.saved if event.step < last]
+    if len(saves) < MIN_SAVES:
+        return Missing(f"it needs {MIN_SAVES} checkpoints before the end, got {len(saves)}")
+    blocked_s = sum(event.blocked_s for event in saves)
+    share = min(1.0, blocked_s / facts.run_s) if facts.run_s else 0.0
+    every = facts.spec.save.every if facts.spec is not None else None
+    if share < (BEST_SAVE_SHARE if every is None else SAVE_SHARE) or blocked_s < MIN_SAVE_S:
+        return []
+    each_s = statistics.median(event.blocked_s for event in saves)
+    step_s = max(statistics.median(point.step_s for point in facts.steps), 1e-6)
+    wanted = _round_up(each_s * (1 - GOOD_SAVE_SHARE) / (GOOD_SAVE_SHARE * step_s))
+    speed = statistics.median(event.bytes / max(event.seconds, 1e-6) for event in saves) / 1e6
+    sentence = (
+        f"checkpoints take {share:.0%} of the time: {len(saves)} blocked the training for "
+        f"{format_seconds(each_s)} each, at {speed:.3g} MB/s"
+    )
+    fix = (
+        f"{facts.again} --save-every {wanted}"
+        if every is not None
+        else f"evaluate less often, since each better metric is saved: {facts.again} "
+        f"--set spec.evaluate_every={wanted}"
+    )
+    values = {"blocked_s": each_s, "saves": len(saves), "MBps": speed, "share": share}
+    return [Evidence(sentence, values, share, fix)]
+
+
+def _round_up(count: float) -> int:
+    """Return a count of at least 1, rounded up to one or two digits."""
+    if count <= 10:
+        return max(1, math.ceil(count))
+    unit = 10 ** (math.floor(math.log10(count)) - 1) * 5
+    return math.ceil(count / unit) * unit

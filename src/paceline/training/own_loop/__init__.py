@@ -1,1 +1,0 @@
-"""`paceline.setup`: a model and its optimizer, distributed for a training loop that the user writes."""

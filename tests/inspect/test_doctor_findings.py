@@ -1,0 +1,191 @@
+"""`paceline doctor` on runs that have ended, on recordings, and on damaged folders."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import TASK, paceline, set_sample_delay, succeed, write_task
+from paceline.inspect.read_facts import read_facts
+from paceline.inspect.rules import RULES
+from paceline.run import RunFolder
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.processes
+
+
+def read_found(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "found.json").read_text())
+
+
+def doctor(folder: Path, name: str = "runs/a") -> tuple[str, dict[str, Any]]:
+    result = paceline("doctor", name, "--json", "found.json", at=folder)
+    assert (result.status, result.err) == (0, ""), result.all
+    assert "Traceback" not in result.all
+    return result.out, read_found(folder)
+
+
+def train(folder: Path, *options: str, task: str = TASK, **environment: str) -> Path:
+    """Train into runs/a, and return this folder."""
+    words = ("train", write_task(folder, task), "--batch", "16", "--run-dir", "runs/a", *options)
+    succeed(*words, at=folder, **environment)
+    return folder / "runs/a"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("healthy"), "--steps", "80")
+
+
+def find_rules(found: dict[str, Any]) -> set[str]:
+    return {finding["rule"] for finding in found["findings"]}
+
+
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    """The recording is what nvidia-smi writes, with units and spaces."""
+    page = (ROOT / "docs/findings.md").read_text()
+    blocks = re.findall(
+        r"<!-- run as tests/inspect/test_doctor_findings.py: commands -->\n+```sh\n(.*?)```", page, re.S
+    )
+    set_sample_delay(tmp_path / "slow", 0.002)
+    train(tmp_path, "--steps", "80", SLOW=str(tmp_path / "slow"))
+    lines = ["timestamp, index, utilization.gpu [%], memory.used [MiB], memory.total [MiB]"]
+    for second in range(120):
+        for gpu, used in ((0, 94), (1, 0)):
+            time = f"2026/01/05 10:{second // 60:02}:{second % 60:02}.000"
+            lines.append(f"{time}, {gpu}, {used} %, {2758 + 60000 * (gpu == 0)} MiB, 81559 MiB")
+    (tmp_path / "gpu.csv").write_text("\n".join(lines) + "\n")
+    outputs = [
+        paceline(*line.split()[1:], at=tmp_path) for block in blocks for line in block.strip().splitlines()
+    ]
+    assert len(outputs) == 3
+    assert all(output.status == 0 for output in outputs)
+    assert "- the training waits for its input for " in outputs[0].out
+    assert "    fix: paceline train runs/a/spec.toml --workers " in outputs[0].out
+    assert find_rules(read_found(tmp_path)) == {"slow-input"}
+    assert outputs[2].out.startswith(
+        "gpu.csv: 1 finding\n- GPU 1 was idle (0 %) for the whole 2:00 (costs 50% of the time"
+    )
+
+
+def test_the_page_lists_every_rule() -> None:
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \| (.*)", (ROOT / "docs/findings.md").read_text(), re.M)
+    assert [name for name, _ in rows] == [rule.name for rule in RULES]
+    for (name, text), rule in zip(rows, RULES, strict=True):
+        assert ("(*simulated*)" in text) == rule.is_simulated, name
+
+
+def test_a_healthy_run_has_no_findings(run: Path) -> None:
+    out, found = doctor(run.parents[1])
+    assert out.startswith("runs/a is not running: it was done at step 80\nnothing found\nchecked: "), out
+    assert found["findings"] == []
+    assert {"threads and cores", "options without effect"} <= {*found["checked"]}
+    assert found["verdict"] is None
+
+
+def test_facts_of_a_run_come_from_its_files(run: Path) -> None:
+    """Compare with the lines of the file, read by the standard library."""
+    facts = read_facts(RunFolder(run))
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["event"] == "step"]
+    assert [point.loss for point in facts.steps] == [line["loss"] for line in steps]
+    assert [point.since_start for point in facts.steps] == list(range(1, 81))
+    assert len(facts.evaluated) == sum(line["event"] == "evaluated" for line in lines)
+    assert facts.facts["local_ranks"] == 1
+    [beat] = facts.beats
+    assert beat is not None
+    assert beat.total_steps == 75
+    # The steps after the first five, by the clock of the loop, contain these phases.
+    phases_s = sum(beat.total_s[phase] for phase in ("data", "forward", "backward", "update"))
+    assert 0 < phases_s <= sum(line["step_s"] for line in steps[5:]) * 1.01
+
+
+def copy_run(run: Path, folder: Path) -> Path:
+    """Copy a run to runs/a of another folder."""
+    shutil.copytree(run, folder / "runs/a")
+    return folder / "runs/a"
+
+
+def test_damaged_runs_have_notes_and_no_traceback(run: Path, tmp_path: Path) -> None:
+    copy = copy_run(run, tmp_path)
+    with open(copy / "events.jsonl", "a") as file:
+        file.write('{"time": 1, "event": "paused"}\nnonsense\n{"time": 2, "event": "step", "st')
+    (copy / "ranks/0.alive").write_text('{"rank": 0,')
+    (copy / "monitor").mkdir(exist_ok=True)
+    (copy / "monitor/broken.csv").write_text("a,b\n1,2\n")
+    (copy / "monitor/empty.csv").write_text("")
+    out, found = doctor(tmp_path)
+    assert "skipped 1 damaged line and 1 event of an unknown kind (paused) in events.jsonl" in out
+    assert any("0.alive" in note for note in found["notes"])
+    assert any("broken.csv has no known column" in note for note in found["notes"])
+    assert found["findings"] == []
+
+
+def test_a_request_of_a_newer_version_is_noted(run: Path, tmp_path: Path) -> None:
+    copy = copy_run(run, tmp_path)
+    text = (copy / "spec.toml").read_text()
+    (copy / "spec.toml").write_text("quantum = true\n" + text)
+    out, found = doctor(tmp_path)
+    assert "rules about the request were not checked: " in out
+    assert found["not_checked"]["options without effect"] == "the request of the run cannot be read"
+
+
+def test_a_run_of_an_older_version_is_checked_as_far_as_its_files_allow(run: Path, tmp_path: Path) -> None:
+    copy = copy_run(run, tmp_path)
+    events = [json.loads(line) for line in (copy / "events.jsonl").read_text().splitlines()]
+    events[0].pop("facts")
+    (copy / "events.jsonl").write_text("\n".join(map(json.dumps, events)) + "\n")
+    beat = json.loads((copy / "ranks/0.alive").read_text())
+    del beat["total_s"], beat["total_steps"]
+    (copy / "ranks/0.alive").write_text(json.dumps(beat))
+    _, found = doctor(tmp_path)
+    assert found["findings"] == []
+    assert "by a version that did not record the machine" in found["not_checked"]["threads and cores"]
+    assert "options without effect" in found["checked"]
+
+
+@pytest.mark.parametrize("lines", [[], ["started"]])
+def test_a_run_without_steps(run: Path, tmp_path: Path, lines: list[str]) -> None:
+    copy = copy_run(run, tmp_path)
+    kept = [
+        line
+        for line in (copy / "events.jsonl").read_text().splitlines()
+        if json.loads(line)["event"] in lines
+    ]
+    (copy / "events.jsonl").write_text("".join(f"{line}\n" for line in kept))
+    _, found = doctor(tmp_path)
+    assert found["findings"] == []
+    assert "waiting for input" in found["not_checked"]
+
+
+def test_nan_and_many_metrics(run: Path, tmp_path: Path) -> None:
+    copy = copy_run(run, tmp_path)
+    metrics = {f"metric {k}": None if k % 2 else 1e308 for k in range(10_000)}
+    with open(copy / "events.jsonl", "a") as file:
+        for step in range(81, 90):
+            event = {"time": 2e9, "event": "evaluated", "step": step, "seconds": 1e-9}
+            file.write(json.dumps({**event, "metrics": {"loss": None, **metrics}}) + "\n")
+    _, found = doctor(tmp_path)
+    assert found["findings"] == []
+
+
+def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "folder").mkdir()
+    for name, words in (
+        ("other.csv", "has no known column"),
+        ("folder", "is not a run folder"),
+        ("missing.csv", "no such run"),
+    ):
+        result = paceline("doctor", name, at=tmp_path)
+        assert result.status == 2
+        assert re.fullmatch(r"paceline: [^\n]*\n", result.err), result.err
+        assert words in result.err
+    result = paceline("doctor", "empty.csv", at=tmp_path)
+    assert (result.status, result.err) == (0, "")
+    assert "nothing found" in result.out
+    assert "not checked: " in result.out

@@ -1,0 +1,51 @@
+"""All rules together: the order of findings, what was checked, and facts without anything."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.inspect.facts import RunFacts
+from paceline.inspect.find import find
+from paceline.inspect.finding import Missing, NotApplicable
+from paceline.inspect.rules import RULES
+from paceline.spec import Spec
+from run_facts import BY_NAME, make_beats, make_evaluations, make_facts, make_steps
+
+
+def test_a_healthy_run_has_no_findings_and_names_what_was_checked() -> None:
+    result = find(make_facts(beats=make_beats({"forward": 0.02}, {"forward": 0.02})))
+    assert result.findings == ()
+    assert "waiting for input" in result.checked
+    assert "growing memory of ranks" in result.missing
+    assert not {*result.checked} & {*result.missing}
+
+
+def test_findings_are_ordered_by_cost_which_continues_to_the_end() -> None:
+    facts = make_facts(
+        steps=make_steps(step_s=0.05, data_s=0.02),
+        evaluated=make_evaluations(2.0, every=10),
+        spec=Spec(tf32=True),
+        remaining_s=7200.0,
+    )
+    result = find(facts)
+    assert [finding.rule for finding in result.findings] == ["evaluation", "slow-input", "ineffective-option"]
+    second = result.findings[1]
+    assert second.to_end_s == pytest.approx(0.4 * 7200.0)
+    assert second.lost_s == pytest.approx(0.4 * facts.run_s)
+
+
+def test_names_of_rules_are_unique() -> None:
+    assert len(BY_NAME) == len(RULES) == len({rule.checks for rule in RULES})
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_rules_accept_facts_without_anything(rule: Any) -> None:
+    for facts in (
+        RunFacts(path=Path("a")),
+        make_facts(steps=()),
+        replace(make_facts(), spec=None, plan=None, facts={}),
+    ):
+        outcome = rule.check(facts)
+        assert isinstance(outcome, (Missing, NotApplicable)) or list(outcome) == []

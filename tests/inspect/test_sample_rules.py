@@ -1,0 +1,149 @@
+"""Rules about samples of GPUs and nodes find their faults, and not healthy samples close to them."""
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from paceline.events import Failed
+from paceline.inspect.facts import RunFacts
+from paceline.inspect.finding import Missing
+from run_facts import (
+    BY_NAME,
+    make_facts,
+    make_saves,
+    make_windows,
+    outcome_of,
+    sentences,
+)
+
+
+def test_an_idle_gpu_in_a_recording(tmp_path: Path) -> None:
+    rows = {"gpu0 utilization [%]": [95.0] * 120, "gpu1 utilization [%]": [0.0] * 120}
+    facts = RunFacts(path=Path("gpu.csv"), windows=make_windows(tmp_path, rows))
+    assert sentences("device-idle", facts) == ["GPU 1 was idle (0 %) for the whole 2:00"]
+    # The recording began before the job, and went on after it.
+    pauses = {
+        "gpu0 utilization [%]": [0.0] * 40 + [90.0] * 120 + [0.0] * 40,
+        "gpu1 utilization [%]": [0.0] * 40 + [85.0] * 120 + [0.0] * 40,
+    }
+    facts = RunFacts(path=Path("gpu.csv"), windows=make_windows(tmp_path, pauses, begin=None, end=None))
+    assert sentences("device-idle", facts) == []
+    # Evaluations and checkpoints are pauses.
+    busy = [0.0 if k % 10 < 2 else 97.0 for k in range(120)]
+    facts = RunFacts(path=Path("gpu.csv"), windows=make_windows(tmp_path, {"gpu0 utilization [%]": busy}))
+    assert sentences("device-idle", facts) == []
+    starved = [100.0 if k % 4 == 0 else 0.0 for k in range(120)]
+    facts = RunFacts(path=Path("gpu.csv"), windows=make_windows(tmp_path, {"gpu0 utilization [%]": starved}))
+    assert sentences("device-idle", facts) == ["GPU 0 worked for 25 % of 2:00 and waited for the rest"]
+    few = RunFacts(path=Path("gpu.csv"), windows=make_windows(tmp_path, {"gpu0 utilization [%]": [0.0] * 5}))
+    assert isinstance(outcome_of("device-idle", few), Missing)
+
+
+GPU_CASES = {
+    "throttling": (
+        {"gpu0 throttle [bits]": [64.0] * 40, "gpu0 clock sm [MHz]": [900.0] * 40},
+        {"gpu0 throttle [bits]": [4.0, 1.0] * 20, "gpu0 clock sm [MHz]": [1900.0] * 40},
+    ),
+    "gpu-memory": (
+        {"gpu0 memory used [MiB]": [80000.0] * 40, "gpu0 memory total [MiB]": [81559.0] * 40},
+        {"gpu0 memory used [MiB]": [76000.0] * 40, "gpu0 memory total [MiB]": [81559.0] * 40},
+    ),
+    "batch-size": (
+        {
+            "gpu0 memory used [MiB]": [8000.0] * 40,
+            "gpu0 memory total [MiB]": [81559.0] * 40,
+            "gpu0 utilization [%]": [55.0] * 40,
+        },
+        {
+            "gpu0 memory used [MiB]": [8000.0] * 40,
+            "gpu0 memory total [MiB]": [81559.0] * 40,
+            "gpu0 utilization [%]": [95.0] * 40,
+        },
+    ),
+    "shared-gpu": (
+        {"gpu0 other processes [processes]": [1.0] * 40},
+        {"gpu0 other processes [processes]": [1.0] * 3 + [0.0] * 37},
+    ),
+    "tensor-cores": (
+        {"gpu0 tensor active [%]": [0.0] * 40, "gpu0 sm active [%]": [80.0] * 40},
+        {"gpu0 tensor active [%]": [20.0] * 40, "gpu0 sm active [%]": [80.0] * 40},
+    ),
+    "gpu-errors": (
+        {"gpu0 ecc uncorrected [errors]": [0.0] * 20 + [2.0] * 20},
+        {"gpu0 ecc uncorrected [errors]": [7.0] * 40},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*GPU_CASES])
+def test_samples_of_gpus(name: str, tmp_path: Path) -> None:
+    for rows, count in zip(GPU_CASES[name], (1, 0), strict=True):
+        facts = RunFacts(path=Path("gpu.csv"), windows=make_windows(tmp_path, rows))
+        assert len(sentences(name, facts)) == count, rows
+    assert isinstance(outcome_of(name, RunFacts(path=Path("gpu.csv"))), Missing)
+    assert BY_NAME[name].is_simulated
+
+
+def test_low_clocks_without_reasons(tmp_path: Path) -> None:
+    low = {
+        "gpu0 utilization [%]": [99.0] * 40,
+        "gpu0 clock sm [MHz]": [900.0] * 40,
+        "gpu0 clock sm limit [MHz]": [1980.0] * 40,
+    }
+    facts = RunFacts(path=Path("gpu.csv"), windows=make_windows(tmp_path, low))
+    assert sentences("throttling", facts) == ["GPU 0 ran at 45% of its highest clock under load"]
+    idle = {**low, "gpu0 utilization [%]": [0.0] * 40}
+    facts = RunFacts(path=Path("gpu.csv"), windows=make_windows(tmp_path, idle))
+    assert sentences("throttling", facts) == []
+
+
+def test_growing_memory(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    cases = {
+        "leak": ([500 + 4.0 * k + draw.gauss(0, 2) for k in range(60)], 1),
+        "steady": ([500 + draw.gauss(0, 10) for k in range(60)], 0),
+        "cache that fills": ([900 - 400 * math.exp(-k / 8) for k in range(60)], 0),
+        "saw of a garbage collector": ([500 + 10.0 * (k % 12) for k in range(60)], 0),
+        "slow": ([500 + 0.3 * k for k in range(60)], 0),
+    }
+    for what, (series, count) in cases.items():
+        facts = make_facts(windows=make_windows(tmp_path, {"rank1 memory [MiB]": series}))
+        found = sentences("memory-growth", facts)
+        assert len(found) == count, (what, found)
+        assert not found or found[0].startswith("the memory of rank 1 grows by "), found
+    assert isinstance(outcome_of("memory-growth", make_facts()), Missing)
+
+
+def test_full_memory(tmp_path: Path) -> None:
+    total = {"memory total [MiB]": [16000.0] * 30}
+    ours = {"memory used [MiB]": [15600.0] * 30, "rank0 memory [MiB]": [12000.0] * 30}
+    assert len(sentences("memory", make_facts(windows=make_windows(tmp_path, total | ours)))) == 1
+    others = {"memory used [MiB]": [15600.0] * 30, "rank0 memory [MiB]": [500.0] * 30}
+    assert sentences("memory", make_facts(windows=make_windows(tmp_path, total | others))) == []
+    limit = {"job memory used [MiB]": [3950.0] * 30, "job memory limit [MiB]": [4000.0] * 30}
+    assert len(sentences("memory", make_facts(windows=make_windows(tmp_path, limit)))) == 1
+
+
+def test_swapping(tmp_path: Path) -> None:
+    pressed = {"memory used [MiB]": [15000.0] * 30, "memory total [MiB]": [16000.0] * 30}
+    swaps = {"swap in [MB/s]": [20.0, 0.0] * 15}
+    assert len(sentences("swapping", make_facts(windows=make_windows(tmp_path, pressed | swaps)))) == 1
+    rarely = {"swap in [MB/s]": [20.0] + [0.0] * 29}
+    assert sentences("swapping", make_facts(windows=make_windows(tmp_path, pressed | rarely))) == []
+    spare = {"memory used [MiB]": [5000.0] * 30, "memory total [MiB]": [16000.0] * 30}
+    assert sentences("swapping", make_facts(windows=make_windows(tmp_path, spare | swaps))) == []
+
+
+def test_disks(tmp_path: Path) -> None:
+    failed = Failed(what="save", message="checkpoint step_20 was not saved: No space left on device", step=20)
+    assert len(sentences("disk", make_facts(failures=(failed,)))) == 1
+    saves = make_saves(0.1, size=10**9)
+    assert len(sentences("disk", make_facts(saved=saves, disk_free_bytes=10**9))) == 1
+    assert sentences("disk", make_facts(saved=saves, disk_free_bytes=10**10)) == []
+    filling = {"disk free [MiB]": [1000.0 - 10 * k for k in range(60)]}
+    windows = make_windows(tmp_path, filling)
+    assert len(sentences("disk", make_facts(windows=windows, remaining_s=3600.0))) == 1
+    assert sentences("disk", make_facts(windows=windows, remaining_s=10.0)) == []
+    assert isinstance(outcome_of("disk", make_facts()), Missing)

@@ -1,0 +1,168 @@
+"""Rules about time and ranks find their faults, and not healthy runs that are close to them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from paceline.events import Ended
+from paceline.inspect.facts import Sibling
+from paceline.inspect.finding import Missing, NotApplicable
+from paceline.spec import Loading, Save, Spec
+from run_facts import (
+    CORES,
+    make_beats,
+    make_evaluations,
+    make_facts,
+    make_profiles,
+    make_saves,
+    make_steps,
+    outcome_of,
+    sentences,
+)
+
+
+def test_slow_input_names_the_workers_that_suffice() -> None:
+    """40 ms of reading beside 10 ms of computing: five workers, 4.4 with the spare, read ahead."""
+    faulty = make_facts(steps=make_steps(step_s=0.05, data_s=0.04))
+    [evidence] = outcome_of("slow-input", faulty)
+    assert evidence.values["workers_needed"] == 5
+    assert evidence.share == pytest.approx(0.8)
+    assert evidence.fix == "paceline train runs/a/spec.toml --workers 5"
+    # With 2 workers, each batch takes 2 steps of 50 ms; the steps could take 30 ms.
+    waits = make_facts(
+        steps=make_steps(step_s=0.05, data_s=0.02), spec=Spec(data=Loading(workers=2)), facts=CORES
+    )
+    assert outcome_of("slow-input", waits)[0].values["workers_needed"] == math.ceil(1.1 * 0.1 / 0.03)
+
+
+def test_input_is_not_slow_in_healthy_runs() -> None:
+    assert sentences("slow-input", make_facts(steps=make_steps(step_s=0.05, data_s=0.005))) == []
+    # Collating in Python: half of a step of 3 ms.
+    assert sentences("slow-input", make_facts(steps=make_steps(1000, step_s=0.003, data_s=0.0015))) == []
+    # Two stalls of a file system in 200 steps.
+    stalls = [0.001] * 200
+    stalls[50] = stalls[120] = 20.0
+    assert sentences("slow-input", make_facts(steps=make_steps(step_s=0.05, data_s=stalls))) == []
+    # The first steps wait until workers have started.
+    first = [1.0] * 5 + [0.001] * 195
+    assert sentences("slow-input", make_facts(steps=make_steps(step_s=0.05, data_s=first))) == []
+
+
+def test_slow_input_needs_steps() -> None:
+    assert outcome_of("slow-input", make_facts(steps=make_steps(15, data_s=0.04))) == Missing(
+        "it needs 20 steps after the first, got 10"
+    )
+    assert isinstance(outcome_of("slow-input", make_facts(steps=make_steps(40, 0.002, 0.001))), Missing)
+
+
+def test_waits_of_workers_that_come_in_bursts_are_found() -> None:
+    bursts = [0.4 if k % 8 == 0 else 0.0 for k in range(200)]
+    facts = make_facts(steps=make_steps(step_s=0.02, data_s=bursts), spec=Spec(data=Loading(workers=8)))
+    assert len(sentences("slow-input", facts)) == 1
+
+
+def test_evaluations() -> None:
+    often = make_facts(evaluated=make_evaluations(0.5, every=5))
+    [evidence] = outcome_of("evaluation", often)
+    assert "every 5 steps" in evidence.sentence
+    # 0.5 s are 5 % of the time with 190 steps of 50 ms in between; then rounded up.
+    assert evidence.fix.endswith("--set spec.evaluate_every=200")
+    rare = make_facts(evaluated=make_evaluations(0.1, every=20))
+    assert sentences("evaluation", rare) == []
+    # Two long evaluations: the last is always wanted.
+    assert isinstance(outcome_of("evaluation", make_facts(evaluated=make_evaluations(9.0, 100))), Missing)
+
+
+def test_checkpoints() -> None:
+    slow = make_facts(saved=make_saves(0.5), spec=Spec(save=Save(every=20)))
+    [evidence] = outcome_of("checkpoint", slow)
+    assert evidence.fix == "paceline train runs/a/spec.toml --save-every 500"
+    assert sentences("checkpoint", make_facts(saved=make_saves(0.1), spec=Spec(save=Save(every=20)))) == []
+    # Better metrics save at each evaluation of a short run.
+    assert sentences("checkpoint", make_facts(saved=make_saves(0.3))) == []
+    [evidence] = outcome_of("checkpoint", make_facts(saved=make_saves(1.0)))
+    assert "spec.evaluate_every" in evidence.fix
+
+
+def test_a_straggler_is_found_by_its_own_time_and_not_by_its_steps() -> None:
+    """All ranks take 0.1 s a step, because the all-reduce in the backward pass waits."""
+    slow = make_beats(
+        {"data": 0.001, "forward": 0.02, "backward": 0.079},
+        {"data": 0.001, "forward": 0.06, "backward": 0.039},
+    )
+    [evidence] = outcome_of("straggler", make_facts(beats=slow))
+    assert evidence.sentence.startswith("rank 1 on node1 is busy for 61.0 ms a step, mostly in computing")
+    assert evidence.share == pytest.approx(0.4)
+    reads = make_beats({"data": 0.05, "forward": 0.02}, {"data": 0.001, "forward": 0.02})
+    [evidence] = outcome_of("straggler", make_facts(beats=reads))
+    assert "rank 0 on node1 is busy" in evidence.sentence
+    assert "input" in evidence.sentence
+
+
+def test_healthy_ranks_are_no_stragglers() -> None:
+    even = make_beats(
+        {"data": 0.001, "forward": 0.02, "backward": 0.05},
+        {"data": 0.002, "forward": 0.026, "backward": 0.04},
+    )
+    assert sentences("straggler", make_facts(beats=even)) == []
+    # Twice as slow, but by a millisecond.
+    tiny = make_beats({"forward": 0.001, "backward": 0.002}, {"forward": 0.0025, "backward": 0.001})
+    assert sentences("straggler", make_facts(beats=tiny)) == []
+    few = make_beats({"forward": 0.02}, {"forward": 0.06}, steps=10)
+    assert isinstance(outcome_of("straggler", make_facts(beats=few)), Missing)
+    # Under zero3, the forward pass gathers weights and so waits for other ranks.
+    waits = make_beats({"forward": 0.08, "backward": 0.02}, {"forward": 0.02, "backward": 0.08})
+    assert sentences("straggler", make_facts("zero3", beats=waits)) == []
+    assert isinstance(outcome_of("straggler", make_facts("single", 1)), NotApplicable)
+
+
+def test_a_straggler_by_profiles() -> None:
+    slow = make_profiles(slowest_s=0.09, busy_s=0.06)
+    [evidence] = outcome_of("straggler", make_facts(profiled=slow))
+    assert evidence.values["others_s"] == pytest.approx(0.03)
+    changing = [replace(profile, slowest=k % 2) for k, profile in enumerate(slow)]
+    assert sentences("straggler", make_facts(profiled=tuple(changing))) == []
+    assert isinstance(outcome_of("straggler", make_facts(profiled=slow[:2])), Missing)
+
+
+def test_communication() -> None:
+    profiles = make_profiles(communication=0.06)
+    [evidence] = outcome_of("communication", make_facts("zero3", profiled=profiles))
+    assert evidence.fix.startswith("zero2 sends a third less")
+    assert sentences("communication", make_facts(profiled=make_profiles(communication=0.03))) == []
+    # Half of the waiting is for a straggler.
+    straggler = make_profiles(communication=0.06, slowest_s=0.09, busy_s=0.06)
+    assert sentences("communication", make_facts(profiled=straggler)) == []
+    # Ranks that share cores wait for each other.
+    crowded = make_facts(profiled=profiles, threads=4)
+    assert isinstance(outcome_of("communication", crowded), Missing)
+    ended = Ended(step=200, reason="done", communication=0.5)
+    assert len(sentences("communication", make_facts(ended=ended))) == 1
+
+
+def test_pipelines() -> None:
+    facts = make_facts("pp=2", profiled=make_profiles(slowest_s=0.09, busy_s=0.05, bubble=0.04))
+    [evidence] = outcome_of("pipeline", facts)
+    assert evidence.sentence.startswith("the stages of the pipeline are unequal: rank 1 (stage 1)")
+    assert (
+        sentences("pipeline", make_facts("pp=2", profiled=make_profiles(slowest_s=0.06, busy_s=0.05))) == []
+    )
+    few = make_facts("pp=4,microbatches=2", 4, profiled=make_profiles())
+    [evidence] = outcome_of("pipeline", few)
+    assert evidence.fix.endswith("--plan pp=4,microbatches=16")
+    assert isinstance(outcome_of("pipeline", make_facts()), NotApplicable)
+
+
+def test_scaling() -> None:
+    """200 steps of 50 ms with batch 64: 1,280 samples/s on 4 cores."""
+    one = Sibling("b", "single", 1, 2, 1200.0)
+    [evidence] = outcome_of("scaling", make_facts(ranks=4, threads=2, siblings=(one,)))
+    assert (
+        "4 ranks train 1.07 times as fast as 1 rank of b (single) with 4 times the cores" in evidence.sentence
+    )
+    good = Sibling("b", "single", 1, 2, 400.0)
+    assert sentences("scaling", make_facts(ranks=4, threads=2, siblings=(good,))) == []
+    # As many cores: one rank with 4 threads.
+    same = Sibling("b", "single", 1, 4, 1200.0)
+    assert isinstance(outcome_of("scaling", make_facts(ranks=4, threads=1, siblings=(same,))), Missing)
