@@ -10,25 +10,14 @@ Started by torchrun, this file is one of the loops; for Paceline it is the file 
 """
 
 import argparse
-import contextlib
 import importlib.util
 import itertools
-import os
-import random
-import re
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -36,41 +25,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from gates import RANKS, Block, Gate, count_disturbed, describe_ratio, gate, measure
 from paceline import Task
 from paceline.tasks.digits import Digits, Images
 from paceline.units import several
 
-RANKS = 2
-START_TIMEOUT_S = 300
 PACELINE, PACELINE_BY_SAMPLE = "Paceline", "Paceline, sample by sample"
 TEXTBOOK, TUNED = "textbook DDP", "DDP tuned by hand"
-
-
-class Gate:
-    """The gate at which a process waits for its turn, once per step; the variable GATE names its socket."""
-
-    def __init__(self) -> None:
-        self.remaining, self.start = 0, (0.0, 0.0)
-        self.line = socket.socket(socket.AF_UNIX)
-        self.line.connect(os.environ["GATE"])
-
-    def __call__(self) -> None:
-        if not self.remaining:
-            wall_s, cpu_s = (now - start for now, start in zip(self.now(), self.start, strict=True))
-            self.line.sendall(f"{wall_s} {cpu_s}\n".encode())
-            count = self.line.recv(64)
-            if not count:  # the benchmark has ended
-                os._exit(0)
-            self.remaining = int(count)
-            self.start = self.now()
-        self.remaining -= 1
-
-    def now(self) -> tuple[float, float]:
-        """Return wall time and CPU time, in seconds."""
-        return time.perf_counter(), time.process_time()
-
-
-gate = cache(Gate)
 
 
 class Gated(Task):
@@ -321,122 +282,18 @@ def missing_modules(name: str) -> list[str]:
     return [module for module in LOOPS[name][1] if importlib.util.find_spec(module) is None]
 
 
-class NotStartedError(Exception):
-    """A contender ended before its first step, or did not reach it in time."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """Times per step of a block."""
-
-    step_s: float
-    cpu_s: float  # over both ranks
-    other_share: float  # share of the machine that other programs used
-
-
-class Contender:
-    """The processes of one contender, each waiting at its gate."""
-
-    def __init__(self, name: str, case: str, folder: Path):
-        self.name, self.block = name, CASES[case].block
-        loop, _ = LOOPS[name]
-        if loop is None:
-            task = CASES[case].task if name == PACELINE else CASES[case].by_sample
-            command = ["paceline", "train", f"{__file__}:{task.__name__}", "--run-dir", str(folder / "run")]
-            command += ["--batch", str(CASES[case].batch), "--steps", str(10**9), "--ranks", str(RANKS)]
-            command += ["--timeout", "86400"]  # it stands still during the blocks of the others
-        else:
-            command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-            command += [__file__, case, "--loop", name]
-        path, self.errors = folder / "gate", folder / "stderr"
-        with socket.socket(socket.AF_UNIX) as gate, open(self.errors, "wb") as errors:
-            gate.bind(str(path))
-            gate.listen()
-            gate.settimeout(1)
-            # torchrun sets the same number of threads, with a warning.
-            environ = os.environ | {"GATE": str(path), "OMP_NUM_THREADS": "1"}
-            self.launcher = subprocess.Popen(
-                [sys.executable, "-m", *command], env=environ, stdout=subprocess.DEVNULL, stderr=errors
-            )
-            try:
-                self.lines = [self._accept(gate).makefile("rw") for _ in range(RANKS)]
-                for line in self.lines:
-                    if not line.readline():  # a line reports that the first step was reached
-                        raise NotStartedError
-            except NotStartedError:
-                self.end()
-                raise NotStartedError(self._reason() or f"no first step within {START_TIMEOUT_S} s") from None
-
-    def _reason(self) -> str:
-        """Return the first line of standard error that names an exception, or else the last lines."""
-        text = self.errors.read_text(errors="replace").strip()
-        exceptions = [
-            line for line in text.splitlines() if re.match(r"(\[\w+\]:)?(\w+\.)*\w*(Error|Exception)\b", line)
-        ]
-        return exceptions[0] if exceptions else text[-500:]
-
-    def _accept(self, gate: socket.socket) -> socket.socket:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline and self.launcher.poll() is None:
-            with contextlib.suppress(TimeoutError):
-                return gate.accept()[0]
-        raise NotStartedError
-
-    def run_block(self) -> Block:
-        load = machine.LoadMeter()
-        try:
-            for line in self.lines:
-                line.write(str(self.block))
-                line.flush()
-            times = [[float(word) for word in line.readline().split()] for line in self.lines]
-        except OSError:
-            times = [[]]
-        if not all(times):
-            sys.exit(f"{self.name} has ended: {self._reason()}")
-        wall_s, cpu_s = max(wall for wall, _ in times), sum(cpu for _, cpu in times)
-        return Block(wall_s / self.block, cpu_s / self.block, load.other_share(cpu_s))
-
-    def end(self) -> None:
-        for process in [self.launcher, *psutil.Process(self.launcher.pid).children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.launcher.wait()
-
-
-@contextlib.contextmanager
-def start_contender(name: str, case: str) -> Iterator[Contender]:
-    with tempfile.TemporaryDirectory() as folder:
-        contender = Contender(name, case, Path(folder))
-        try:
-            yield contender
-        finally:
-            contender.end()
-
-
-def measure(case: str, names: list[str], rounds: int, tries: int) -> dict[str, list[Block]]:
-    """Return the blocks of each contender, round by round. Each round has another random order."""
-    with contextlib.ExitStack() as running:
-        contenders: dict[str, Contender] = {}
-        for name in names:
-            try:
-                contenders[name] = running.enter_context(start_contender(name, case))
-            except NotStartedError as error:
-                if not LOOPS[name][1]:
-                    sys.exit(f"{name} did not start: {error}")
-                print(f"{name} is left out because it does not start: {error}")
-        blocks: dict[str, list[Block]] = {name: [] for name in contenders}
-        for contender in contenders.values():
-            contender.run_block()  # warm-up
-        for round_index in range(rounds):
-            for name in random.Random(round_index).sample(list(contenders), len(contenders)):
-                for attempt in range(tries):
-                    block = contenders[name].run_block()
-                    if block.other_share < machine.MAX_OTHER_SHARE:
-                        break
-                    if attempt + 1 < tries:
-                        time.sleep(1)
-                blocks[name].append(block)
-    return blocks
+def build_command(name: str, case: str) -> list[str]:
+    """Return the arguments of Python that start a contender."""
+    loop, _ = LOOPS[name]
+    if loop is not None:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        return [*torchrun, __file__, case, "--loop", name]
+    task = CASES[case].task if name == PACELINE else CASES[case].by_sample
+    return [
+        *("-m", "paceline", "train", f"{__file__}:{task.__name__}", "--run-dir", "FOLDER/run"),
+        *("--batch", str(CASES[case].batch), "--steps", str(10**9), "--ranks", str(RANKS)),
+        *("--timeout", "86400"),  # it stands still during the blocks of the others
+    ]
 
 
 def print_table(case: Case, blocks: dict[str, list[Block]], tries: int) -> None:
@@ -453,23 +310,15 @@ def print_table(case: Case, blocks: dict[str, list[Block]], tries: int) -> None:
             for field in ("step_s", "cpu_s")
         )
         ratios = [
-            _ratio(blocks[other], blocks[name]) if other in blocks else "" for other in (TEXTBOOK, TUNED)
+            describe_ratio(blocks[other], blocks[name]) if other in blocks else ""
+            for other in (TEXTBOOK, TUNED)
         ]
         print(f"{name:28}{1 / step_s:9.1f}{step_s * 1e3:9.2f}{cpu_s * 1e3:9.2f}   {ratios[0]:24}{ratios[1]}")
-    all_blocks = [block for of_contender in blocks.values() for block in of_contender]
-    disturbed = sum(block.other_share >= machine.MAX_OTHER_SHARE for block in all_blocks)
+    disturbed, number = count_disturbed(blocks)
     if disturbed:
         print(
-            f"{disturbed} of {len(all_blocks)} blocks were disturbed by other programs "
-            f"in {several(tries, 'attempt')}"
+            f"{disturbed} of {number} blocks were disturbed by other programs in {several(tries, 'attempt')}"
         )
-
-
-def _ratio(other: list[Block], own: list[Block]) -> str:
-    """Return the median and the quartiles of the ratios of the rounds."""
-    ratios = [a.step_s / b.step_s for a, b in zip(other, own, strict=True)]
-    low, median, high = statistics.quantiles(ratios, n=4)
-    return f"{median:.3f} ({low:.3f}–{high:.3f})"
 
 
 def main() -> None:
@@ -500,7 +349,10 @@ def main() -> None:
     print(f"{machine.description()}, torch {torch.__version__}; {RANKS} ranks over gloo, one thread each")
     print(f"{options.rounds} rounds; median of the ratios of the rounds (quartiles); above 1 is faster")
     for case in options.cases or CASES:
-        print_table(CASES[case], measure(case, names, options.rounds, options.tries), options.tries)
+        commands = {name: build_command(name, case) for name in names}
+        required = [name for name in names if not LOOPS[name][1]]
+        blocks = measure(commands, required, CASES[case].block, options.rounds, options.tries)
+        print_table(CASES[case], blocks, options.tries)
 
 
 if __name__ == "__main__":

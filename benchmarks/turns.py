@@ -16,32 +16,34 @@ BLOCK = 4
 Step = Callable[[], Any]
 
 
-def time_block(step: Step) -> float:
+def time_block(step: Step, block: int = BLOCK) -> float:
     """Return the mean seconds of a step in a block."""
     dist.barrier()
     start = time.perf_counter()
-    for _ in range(BLOCK):
+    for _ in range(block):
         step()
     dist.barrier()
-    return (time.perf_counter() - start) / BLOCK
+    return (time.perf_counter() - start) / block
 
 
-def compare(name: str, paceline: Step, handwritten: Step, rounds: int) -> None:
-    """Print the steps/s of `paceline` relative to `handwritten`: median and quartiles of the rounds."""
-    contenders = {"handwritten": handwritten, "paceline": paceline}
+def compare(
+    name: str, paceline: Step, other: Step, rounds: int, block: int = BLOCK, other_name: str = "handwritten"
+) -> None:
+    """Print the steps/s of `paceline` relative to `other`: median and quartiles of the rounds."""
+    contenders = {"other": other, "paceline": paceline}
     for step in contenders.values():
-        time_block(step)
-        time_block(step)
+        time_block(step, block)
+        time_block(step, block)
     ratios, paceline_s = [], []
     for index in range(rounds):
         order = list(contenders)[:: 1 if index % 2 else -1]
-        step_s = {contender: time_block(contenders[contender]) for contender in order}
-        ratios.append(step_s["handwritten"] / step_s["paceline"])
+        step_s = {contender: time_block(contenders[contender], block) for contender in order}
+        ratios.append(step_s["other"] / step_s["paceline"])
         paceline_s.append(step_s["paceline"])
     low, median, high = statistics.quantiles(ratios, n=4)
     print_on_rank_0(
         f"{name:24} {1e3 * statistics.median(paceline_s):7.1f} ms per step; "
-        f"steps/s relative to handwritten: {median:.3f} ({low:.3f}–{high:.3f})"
+        f"steps/s relative to {other_name}: {median:.3f} ({low:.3f}–{high:.3f})"
     )
 
 

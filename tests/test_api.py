@@ -29,7 +29,7 @@ FUNCTIONS = {
     "find_plans": "spec ranks=None cluster=None *plan=None *task=None *tokens=None *price=None",
     "verify_plan": "spec plan ranks=2 *task=None *steps=3 *timeout_s=120.0",
     "describe": "spec task=None",
-    "setup": "model optimizer=None plan=None *layout=None *whole=() *unused_parameters=False",
+    "setup": "model optimizer=None plan=None *layout=None *whole=() *unused_parameters=False *run=None",
     "spawn": "function ranks args *timeout_s=None",
     "evaluate": "run split=validation checkpoint=last *ranks=None *plan=None *batch=None *device=None",
     "predict": "run files=() out=predictions.jsonl checkpoint=last *split=None *ranks=None *plan=None"

@@ -21,6 +21,10 @@ SMALLEST = {
     "crowd": "--steps 3 --times 1",
     "heartbeat": "--steps 24 --times 1",
     "comms": "--ranks 4 --batch 4 --plan zero1",
+    "finetune": "--rounds 2 --starts 2 --tries 1 --steps 2 --block 2 --width 64 --layers 1 --vocabulary 300 "
+    "--length 16 --batch 4 --words 2000",
+    "global_loss": "--rounds 2",
+    "load_folder": "--gigabytes 0.1 --rounds 2",
     "pipeline": "--rounds 2",
     "predicted": "digits --ranks 1 --rounds 1 --seconds 0.01 --json kept.json",
     "published": "mine.csv",
@@ -35,6 +39,7 @@ SMALLEST = {
     "works": "--ranks 2 --steps 2 --models uneven",
 }
 NEEDS = {"storage": "fio"}
+HF_TRAINER = ["transformers", "accelerate"]  # which it requires
 
 
 def test_every_script_is_listed() -> None:
@@ -57,13 +62,26 @@ def test_script_runs(script: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stdout + done.stderr
     assert any(character.isdigit() for character in done.stdout)
     if script == "steps":
-        for name, modules in {
-            "Lightning Fabric": ["lightning_fabric"],
-            "HF Trainer": ["transformers", "accelerate"],
-        }.items():
-            absent = [module for module in modules if importlib.util.find_spec(module) is None]
-            rows = [line for line in done.stdout.splitlines() if line.startswith(name + " ")]
-            assert len(rows) == 3
-            assert all(
-                (f"left out: {' and '.join(absent)} not installed" in row) == bool(absent) for row in rows
-            )
+        check_rivals(
+            done.stdout, {"Lightning Fabric": ["lightning_fabric"], "HF Trainer": HF_TRAINER}, rows=3
+        )
+    if script == "finetune":
+        rivals = {"HF Trainer": HF_TRAINER, "Accelerate": HF_TRAINER}
+        rows = check_rivals(done.stdout, rivals, rows=1)
+        for row in rows:
+            if "largest relative difference" in row:
+                assert float(row.split()[-1]) < 1e-6, row
+
+
+def check_rivals(printed: str, rivals: dict[str, list[str]], rows: int) -> list[str]:
+    """Check that rivals are measured, or left out with the modules that they lack. Returns their rows."""
+    found = []
+    for name, modules in rivals.items():
+        absent = [module for module in modules if importlib.util.find_spec(module) is None]
+        of_rival = [line for line in printed.splitlines() if line.startswith(name + " ")]
+        assert len(of_rival) >= rows
+        assert all(
+            (f"left out: {' and '.join(absent)} not installed" in row) == bool(absent) for row in of_rival
+        )
+        found += of_rival
+    return found

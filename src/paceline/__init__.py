@@ -86,8 +86,8 @@ if TYPE_CHECKING:
     from paceline.task import Task as Task
     from paceline.training.find_plans import find_plans as find_plans
     from paceline.training.model_facts.describe import describe as describe
-    from paceline.training.own_loop import Trainer as Trainer
-    from paceline.training.own_loop import setup as setup
+    from paceline.training.own_loop.setup import setup as setup
+    from paceline.training.own_loop.trainer import Trainer as Trainer
     from paceline.updates import Update as Update
     from paceline.verify.verify_plan import verify_plan as verify_plan
 
@@ -124,7 +124,7 @@ _PLACES = {
     "Step": "events",
     "Task": "task",
     "TaskError": "errors",
-    "Trainer": "training.own_loop",
+    "Trainer": "training.own_loop.trainer",
     "Update": "updates",
     "World": "distributed.world",
     "describe": "training.model_facts.describe",
@@ -132,7 +132,7 @@ _PLACES = {
     "find_plans": "training.find_plans",
     "generate": "launch.generate_run",
     "predict": "launch.predict_run",
-    "setup": "training.own_loop",
+    "setup": "training.own_loop.setup",
     "spawn": "launch.call_on_ranks",
     "train": "launch.train_run",
     "verify_plan": "verify.verify_plan",

@@ -395,15 +395,19 @@ def _exists(path: Path) -> RunError:
     return RunError(f"{path} already exists; choose another --run-dir ({hint})")
 
 
-def open_run(path: Path) -> RunFolder:
-    """Return an existing run. Raises RunError if `path` is not a run folder, or is damaged."""
+def open_run(path: Path, needs_request: bool = True) -> RunFolder:
+    """Return an existing run. Raises RunError if `path` is not a run folder, or is damaged.
+
+    needs_request: False accepts the folder of a user's own loop, too, which has no spec.toml.
+    """
     if not path.is_dir():
         neighbours = [str(run) for run in path.parent.glob("*/spec.toml")] if path.parent.is_dir() else []
         raise RunError(
             f"no such run: {path}"
             + spec_file.suggest(str(path), [str(Path(run).parent) for run in neighbours[-20:]])
         )
-    if not (path / "spec.toml").is_file():
+    is_own_loop = not needs_request and (path / "ranks").is_dir()
+    if not is_own_loop and not (path / "spec.toml").is_file():
         raise RunError(f"{path} is not a run folder: it has no spec.toml")
     for names, is_right, kind in ((FOLDERS, Path.is_dir, "folder"), (FILES, Path.is_file, "file")):
         for file in (path / name for name in names):

@@ -3,6 +3,8 @@
 The reference is a plain loop on the whole batches, in one process.
 """
 
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from command import succeed
+from command import TORCHRUN, Result, paceline, start, succeed
 from harness import ranks
 from paceline import CheckpointError, PlanError, TaskError, setup
+from paceline.events import Profiled
 from pages import read_blocks
 
 pytestmark = pytest.mark.processes
@@ -305,8 +308,157 @@ def test_refused(plan: str, how: str, words: str) -> None:
 
 
 def test_the_program_of_the_page(tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text(read_blocks("docs/python.md")["loop"])
+    blocks = read_blocks("docs/python.md")
+    end = '    trainer.save("runs/own")\n'
+    batch = "    batch = torch.randn(64, 9)\n"
+    (tmp_path / "loop.py").write_text(blocks["loop"].replace(end, batch + blocks["profile"] + end))
     result = succeed("python", "loop.py", at=tmp_path)
+    assert "time of the step: " in result.out
     assert "2.weight" in result.out
     assert result.err == ""
-    assert [path.name for path in (tmp_path / "runs/own/ckpt").iterdir()] == ["step_20"]
+    assert [path.name for path in (tmp_path / "runs/own/ckpt").iterdir()] == ["step_21"]
+
+
+def profile_here(plan: str, is_profiled: bool) -> tuple[dict[str, Tensor], Profiled | None, str]:
+    """Train five steps of two backward passes each, and profile the fourth and fifth step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = make(rank)
+    trainer = setup(model, sgd(model), plan)
+
+    def step(number: int) -> None:
+        if rank == 1 and number > 2:
+            time.sleep(1.0)  # reads its batch
+        for half in range(2):
+            x, y = (part.tensor_split(size)[rank] for part in batch(2 * number + half))
+            trainer.backward((trainer.model(x) - y).square().mean() / 2, samples=len(x))
+        trainer.step(0.3)
+
+    for number in range(3):
+        step(number)
+    if not is_profiled:
+        step(3)
+        step(4)
+        return trainer.weights(), None, ""
+    with trainer.profile(steps=2) as profile:
+        step(3)
+        step(4)
+    return trainer.weights(), profile.event, str(profile)
+
+
+@pytest.mark.parametrize(
+    "plan", ["ddp", "zero3", *(pytest.param(plan, marks=SLOW) for plan in ("zero1", "zero2"))]
+)
+def test_a_profile_adds_up_and_changes_nothing(plan: str) -> None:
+    expected = ranks(2)(profile_here, plan, False)
+    found = ranks(2)(profile_here, plan, True)
+    for (weights, event, text), (unprofiled, _, _) in zip(found, expected, strict=True):
+        assert event is not None
+        assert all(torch.equal(weights[name], unprofiled[name]) for name in weights)
+        assert sum(event.seconds.values()) == pytest.approx(event.step_s)
+        assert min(event.seconds[part] for part in ("compute", "communication", "optimizer")) > 0
+        assert event.seconds["input"] >= 0.5, "the mean of a rank that sleeps 1 s and one that does not"
+        assert (event.slowest, event.num_steps) == (1, 2)
+        assert text.startswith("mean time of 2 steps: ")
+        assert "rank 1 is busy for " in text
+    model = make(0)
+    whole = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    memory = found[0][1].memory
+    assert memory["weights"] == whole if plan in ("ddp", "zero1") else memory["weights"] < 0.8 * whole
+    assert memory["gradients"] > 0
+    assert memory["optimizer"] > 0
+
+
+def profile_wrongly(how: str) -> None:
+    model = make(0)
+    trainer = setup(model, sgd(model), "ddp")
+    with trainer.profile(steps=0 if how == "none" else 2):
+        for step in range(3 if how == "many" else 1):
+            x, y = batch(step)
+            trainer.backward((trainer.model(x) - y).square().mean())
+            trainer.step()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("none", "steps must be an integer from 1 to"),
+        ("few", r"called trainer.step\(\) 1 times; call it 2 times, or use profile\(steps=1\)"),
+        ("many", "more than 2 times"),
+    ],
+)
+def test_a_profile_of_another_number_of_steps_is_refused(how: str, words: str) -> None:
+    with pytest.raises(TaskError, match=words):
+        raise _error(profile_wrongly, how)
+    assert largest_difference(ranks(2)(train_here, "ddp", sgd)[0][0], train_alone(sgd, None)) < 1e-10
+
+
+LOOP = """
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paceline
+
+
+def wait_for(file):
+    while os.path.exists(file):
+        time.sleep(0.1)
+
+
+def is_over():
+    count = torch.tensor([float(os.path.exists("over"))])
+    if dist.is_initialized():
+        dist.all_reduce(count)
+    return count.item() > 0
+
+
+def read_batch(rank):
+    if rank == 1:
+        wait_for("stuck")
+    return torch.randn(4, 6)
+
+
+def train():
+    model = nn.Linear(6, 3)
+    trainer = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), "ddp", run="own")
+    while not is_over():
+        trainer.backward(trainer.model(read_batch(trainer.rank)).square().mean())
+        trainer.step()
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        train()
+    else:
+        paceline.spawn(train, 2)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=SLOW)])
+def test_doctor_names_the_rank_that_an_own_loop_waits_for(tmp_path: Path, launcher: str) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    program = TORCHRUN[:-2] if launcher == "torchrun" else (sys.executable,)
+    with start("loop.py", at=tmp_path, program=program) as running:
+
+        def diagnose() -> Result:
+            return paceline("doctor", "own", at=tmp_path)
+
+        running.wait_until(lambda: "own: healthy: step " in diagnose().out, "healthy")
+        (tmp_path / "stuck").touch()
+        running.wait_until(lambda: diagnose().status == 1, "stuck")
+        out = diagnose().out
+        assert "rank 1 is in wait_for (loop.py:" in out, out
+        assert "; rank 0 waits in " in out, out
+        (tmp_path / "stuck").unlink()
+        running.wait_until(lambda: "own: healthy: step " in diagnose().out, "healthy again")
+        if launcher == "spawn":
+            second = paceline("loop.py", at=tmp_path, program=(sys.executable,), RANK="0", WORLD_SIZE="1")
+            assert "own is being trained by process " in second.err
+        (tmp_path / "over").touch()
+        assert running.wait().status == 0
+    assert diagnose().out == "own is not running: its ranks have ended\n"

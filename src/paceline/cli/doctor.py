@@ -47,7 +47,7 @@ def doctor(
             _write(json, None, found)
         print_parts(f"{run}: {_count(found)}", *format_findings(found))
         return
-    folder = open_run(run)
+    folder = open_run(run, needs_request=False)
     check_outputs(json, None)
     diagnosis = examine(folder)
     found = find(read_facts(folder))
@@ -78,6 +78,8 @@ def _describe_last_state(folder: RunFolder) -> str:
 
 
 def _describe_end(summary: "Summary", folder: RunFolder) -> str:
+    if not folder.spec.exists():
+        return "its ranks have ended"
     if summary.started is None:
         from paceline.cli.run_state import describe_run
 

@@ -342,7 +342,7 @@ def _find_slow(beats: Sequence[Heartbeat | None]) -> list[str]:
     sentences = []
     known = [beat for beat in beats if beat is not None]
     for beat in known if len(known) > 1 else ():
-        for phase in (heartbeat.DATA, heartbeat.FORWARD):
+        for phase in (heartbeat.DATA, heartbeat.OWN_CODE, heartbeat.FORWARD):
             spent_s = beat.spent_s.get(phase, 0.0)
             others_s = median(other.spent_s.get(phase, 0.0) for other in known if other is not beat)
             if spent_s > SLOW_RATIO * others_s and spent_s - others_s > 0.1 * sum(beat.spent_s.values()):

@@ -17,7 +17,7 @@ from paceline.events import MAX_TIME
 from paceline.files import open_regular
 from paceline.units import without_controls
 
-START, DATA, FORWARD, BACKWARD, UPDATE, REPORT, EVALUATE, SAVE, ENDED = (
+START, DATA, FORWARD, BACKWARD, UPDATE, REPORT, EVALUATE, SAVE, ENDED, OWN_CODE = (
     "start",
     "data",
     "forward",
@@ -27,6 +27,7 @@ START, DATA, FORWARD, BACKWARD, UPDATE, REPORT, EVALUATE, SAVE, ENDED = (
     "evaluate",
     "save",
     "ended",
+    "own code",  # of a training loop that the user writes, between step() and the next forward pass
 )
 CLOCK_S = 2.0  # tolerated difference between clocks, and delay of a file
 MAX_FILE_BYTES = 2**22
@@ -47,7 +48,7 @@ class Heartbeat:
     steps: int | None  # of the whole training; None: not known yet
     stepped: float | None  # when that step ended; None: no step has ended since this start
     longest_s: float  # longest step of this start except the first, without saves and evaluations
-    phase: str  # start, data, forward, backward, update, report, evaluate, save or ended
+    phase: str  # start, data, forward, backward, update, report, evaluate, save, ended or own code
     since: float  # start of this phase; in an evaluation, of this batch
     patience_s: float | None  # how long ranks wait for one another at present; None: they do not wait
     spent_s: Mapping[str, float]  # in each phase, mean of the recent steps

@@ -15,7 +15,17 @@ from types import FrameType
 from typing import Any
 
 from paceline.doctor import heartbeat
-from paceline.doctor.heartbeat import DATA, ENDED, SAVE, START, Collective, Frame, Heartbeat, StackAnswer
+from paceline.doctor.heartbeat import (
+    DATA,
+    ENDED,
+    OWN_CODE,
+    SAVE,
+    START,
+    Collective,
+    Frame,
+    Heartbeat,
+    StackAnswer,
+)
 from paceline.run import RunFolder
 
 EVERY_S = 1.0
@@ -72,7 +82,7 @@ class HeartbeatWriter:
         now = time.perf_counter()
         self._spent_s[self._phase] += now - self._since
         self._phase, self._since = phase, now
-        if phase == DATA:
+        if phase in (DATA, OWN_CODE):
             self._step_began = now
 
     def begin(self, step: int, steps: int) -> None:

@@ -153,7 +153,7 @@ def _inspect_rank(
         beat is not None
         and is_local
         and state in ("runs", "stopped")
-        and beat.phase in (heartbeat.DATA, heartbeat.EVALUATE)
+        and beat.phase in (heartbeat.DATA, heartbeat.OWN_CODE, heartbeat.EVALUATE)
     ):
         readers = [_inspect_reader(run, rank, process) for process in _find_readers(beat.pid)]
     return RankState(

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from paceline.events import Profiled
 from paceline.plan.cost_model.compare import (
     MEMORY_PARTS,
     TIME_PARTS,
@@ -17,7 +18,7 @@ from paceline.plan.cost_model.compare import (
 )
 from paceline.plan.cost_model.cost import Cost
 from paceline.plotting.figure import COLOURS, figure
-from paceline.report.breakdown import RunBreakdown
+from paceline.report.breakdown import SLOW_RATIO, RunBreakdown
 from paceline.units import format_bytes, format_seconds, several
 
 
@@ -101,6 +102,27 @@ def _build_table(
     return table
 
 
+def format_profiled(event: Profiled) -> str:
+    """Return the time of a step and the memory at its peak as text, without a prediction."""
+    memory_bytes = sum(event.memory.values())
+    time = f"mean time of {event.num_steps} steps" if event.num_steps > 1 else "time of the step"
+    parts = [
+        (time, event.seconds, event.step_s, format_seconds),
+        (f"memory of rank {event.fullest} at its peak", event.memory, memory_bytes, format_bytes),
+    ]
+    lines: list[str] = []
+    for title, values, total, format_value in parts:
+        lines += [f"{title}: {format_value(total)}"]
+        lines += [
+            f"  {name:<13} {format_value(value):>10} {value / (total or 1):>5.0%}"
+            for name, value in values.items()
+            if value
+        ]
+    if event.slowest_s > SLOW_RATIO * event.busy_s:
+        lines.append(_describe_straggler(event.slowest, event.slowest_s, event.busy_s))
+    return "\n".join(lines)
+
+
 def build_sentences(report: PredictionReport) -> Iterator[str]:
     """Yield the conclusions from the tables."""
     measured, worst = report.measured, find_largest_difference(report.time)
@@ -111,17 +133,20 @@ def build_sentences(report: PredictionReport) -> Iterator[str]:
             f"{abs(worst.off) / measured.step_s:.0%} of the step"
         )
     if measured.straggler is not None:
-        yield (
-            f"rank {measured.straggler} is busy for {format_seconds(measured.straggler_busy_s)} of a step, "
-            f"the mean rank for {format_seconds(measured.mean_busy_s)}: "
-            "the others wait for it"
-        )
+        yield _describe_straggler(measured.straggler, measured.straggler_busy_s, measured.mean_busy_s)
     sampled = f" ({measured.sampled:,} of them were read)" if measured.sampled is not None else ""
     yield (
         f"mean of {measured.steps} steps{sampled}; parts from {several(measured.profiles, 'profile')}, "
         f"which took {measured.profiling_share:.1%} of the run's time"
     )
     yield from report.notes
+
+
+def _describe_straggler(rank: int, busy_s: float, mean_busy_s: float) -> str:
+    return (
+        f"rank {rank} is busy for {format_seconds(busy_s)} of a step, the mean rank for "
+        f"{format_seconds(mean_busy_s)}: the others wait for it"
+    )
 
 
 def to_json(report: PredictionReport) -> str:

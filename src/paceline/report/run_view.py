@@ -7,6 +7,7 @@
     view.curve("loss", "samples")    # all steps, with the extremes between the points
     view.metric_curve("accuracy")    # evaluations
     view.log                         # other events
+    view.machine                     # samples of each node
     view.skipped                     # lines that could not be read
     view.problems                    # sentences about data that is absent or cannot be shown
 
@@ -23,6 +24,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from paceline import events
 from paceline.errors import RunError
@@ -33,6 +35,7 @@ from paceline.report.curve_points import AXES, CurvePoints, find_points
 from paceline.report.curves import StepCurves
 from paceline.report.event_log import EventLog
 from paceline.report.history import HistoryPoint
+from paceline.report.machine_samples import MachineSamples
 from paceline.report.step_batches import NAMED_LOSS, QUANTITIES, StepBatch, read_batches
 from paceline.report.summary import Summary, SummaryBuilder
 from paceline.run import RunFolder
@@ -46,6 +49,7 @@ class RunView:
         self.run = run
         self._reader = EventReader(run.events)
         self._curve_reader: CurveReader | None = None
+        self._machine: MachineSamples | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -67,6 +71,8 @@ class RunView:
                 is_new = True
             if self._curve_reader is not None:
                 self._curve_reader.refresh()
+        if self._machine is not None:
+            self._machine.refresh()
         return is_new
 
     @property
@@ -97,6 +103,14 @@ class RunView:
         return self._curve_reader.curves
 
     @property
+    def machine(self) -> MachineSamples:
+        """The samples of all nodes, until the last `refresh`."""
+        if self._machine is None:
+            self._machine = MachineSamples(self.run.monitor)
+            self._machine.refresh()
+        return self._machine
+
+    @property
     def quantities(self) -> tuple[str, ...]:
         """The names of the curves of steps: the fields of `Step` that are measured, and losses/NAME."""
         return tuple(self.curves.columns) or QUANTITIES
@@ -109,7 +123,7 @@ class RunView:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes over which this run can be drawn."""
-        return tuple(axis for axis in AXES if axis != "energy")
+        return tuple(axis for axis in AXES if axis != "energy" or self.machine.has_energy)
 
     def curve(
         self,
@@ -121,14 +135,15 @@ class RunView:
     ) -> CurvePoints:
         """Return a quantity of the steps in at most `limit` points, between two values of the axis.
 
-        axis: "step", "samples", or "time", the seconds of training without the pauses between starts.
+        axis: "step", "samples"; "time", seconds of training without the pauses between starts; or "energy",
+        joules that all nodes used since the first sample.
         Raises RunError for an unknown name or axis."""
         column = self.curves.columns.get(name)
         if column is None:
             raise RunError(
                 f"{self.run.path} has no quantity {name}; choose one of {', '.join(self.quantities)}"
             )
-        return find_points(column, name, axis, self._values_of(axis), begin, end, limit)
+        return find_points(column, name, axis, self.values_of(axis), begin, end, limit)
 
     def metric_curve(self, name: str, axis: str = "step", limit: int = 1000) -> CurvePoints:
         """Return a metric of the evaluations. Raises RunError for an unknown name or axis."""
@@ -137,11 +152,11 @@ class RunView:
             raise RunError(
                 f"{self.run.path} has no metric {name}; choose one of {', '.join(self.metrics) or 'none'}"
             )
-        values = self._values_of(axis)
-        x = [self._interpolate(step, values) for step in evaluations.steps]
+        values = self.values_of(axis)
+        x = [self.interpolate(step, values) for step in evaluations.steps]
         return find_points(evaluations.columns[name], name, axis, x, None, None, limit)
 
-    def _values_of(self, axis: str) -> Sequence[float]:
+    def values_of(self, axis: str) -> Sequence[float]:
         """Return the value of an axis after each bucket of the curves."""
         if axis not in self.axes:
             raise RunError(
@@ -153,9 +168,11 @@ class RunView:
             "samples": curves.samples,
             "time": curves.elapsed,
         }
-        return values[axis]
+        if axis != "energy":
+            return values[axis]
+        return [*accumulate(map(self.machine.find_energy_J, curves.times), max)]
 
-    def _interpolate(self, step: int, values: Sequence[float]) -> float:
+    def interpolate(self, step: int, values: Sequence[float]) -> float:
         """Return the value of an axis after a step, which may lie within a bucket."""
         steps = self.curves.steps
         at = bisect.bisect_left(steps, step)
@@ -191,7 +208,7 @@ class RunView:
         ):
             if omitted:
                 found.append(f"only the first {kept} of {len(omitted) + kept:,} {noun} are kept")
-        return found
+        return found + self.machine.problems
 
 
 class CurveReader:

@@ -1,18 +1,27 @@
 """Memory of a rank at the peak of a step: tensors that stay, and temporary allocations."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.distributed.dtensor import is_materialized, local_tensor
 from paceline.training.init.named_tensors import named_tensors
 from paceline.training.optimizer import local_optimizer
-from paceline.training.setup import PreparedTraining
 
 StorageBytes = dict[int, int]  # by address
+
+
+class ProfiledState(NamedTuple):
+    """The tensors of a training on this rank, for its memory."""
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    params: Sequence[nn.Parameter]  # that have gradients
+    averages: Mapping[str, Tensor] = MappingProxyType({})  # of Ema
 
 
 class Allocation(NamedTuple):
@@ -36,27 +45,22 @@ class PeakMemory(NamedTuple):
         return sum(self)
 
 
-def count_weight_bytes(training: PreparedTraining) -> int:
+def count_weight_bytes(state: ProfiledState) -> int:
     """Return the bytes of this rank's parameters and buffers, and of the moving averages of Ema."""
-    averages = training.operations.averages if training.operations is not None else {}
-    tensors = (*named_tensors(training.model).values(), *averages.values())
+    tensors = (*named_tensors(state.model).values(), *state.averages.values())
     return sum(find_storages(tensor for tensor in tensors if is_materialized(tensor)).values())
 
 
-def count_optimizer_bytes(training: PreparedTraining) -> int:
+def count_optimizer_bytes(state: ProfiledState) -> int:
     """Return the bytes of this rank's optimizer state."""
     states = [
-        values for optimizer in training.optimizers for values in local_optimizer(optimizer).state.values()
+        values for optimizer in state.optimizers for values in local_optimizer(optimizer).state.values()
     ]
     return sum(
         find_storages(
-            value for state in states for value in state.values() if isinstance(value, Tensor)
+            value for values in states for value in values.values() if isinstance(value, Tensor)
         ).values()
     )
-
-
-def find_gradient_storages(training: PreparedTraining) -> StorageBytes:
-    return find_storages(parameter.grad for parameter in training.step.params if parameter.grad is not None)
 
 
 @torch.no_grad()

@@ -1,0 +1,200 @@
+"""Samples of the machines of a run in bounded memory, with their extremes and the energy that they used."""
+
+import bisect
+import contextlib
+import math
+from array import array
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import RunError
+from paceline.monitor.columns import kind_of
+from paceline.monitor.samples import FilePosition, read_samples
+from paceline.monitor.table import Samples
+from paceline.report.curves import Column
+from paceline.units import several
+
+MAX_SAMPLES = 2**12  # of a node; then neighbours are merged
+MAX_COLUMNS = 128  # of a node; others are counted in `omitted`
+MAX_NODES = 64
+BLOCK_SAMPLES = 20_000  # that are read at once
+MAX_GAP_S = 60.0  # between two samples; the energy of a longer gap is unknown
+KINDS = (
+    "cpu",
+    "memory used",
+    "job memory used",
+    "swap used",
+    "disk read",
+    "disk write",
+    "network in",
+    "network out",
+    "rankN cpu",
+    "rankN memory",
+    "gpuN utilization",
+    "gpuN memory used",
+    "gpuN power",
+    "gpuN temperature",
+)
+TOTALS = ("memory total", "job memory limit", "gpuN memory total", "gpuN power limit")
+COUNTERS = ("cpu energy", "gpuN energy")
+
+
+class NodeSamples:
+    """The samples of one node.
+
+    times: seconds since the epoch, of the last sample of each bucket.
+    energy_J: used until then, since the first sample."""
+
+    def __init__(self, path: Path):
+        self.path, self.node = path, path.stem
+        self._position = FilePosition(0, 0)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.times, self.energy_J = array("d"), array("d")
+        self.columns: dict[str, Column] = {}
+        self.units: dict[str, str] = {}
+        self.totals: dict[str, float] = {}  # the last value of each of TOTALS
+        self.comments: dict[str, str] = {}
+        self.absent: dict[str, str] = {}
+        self.notes: dict[str, None] = {}
+        self.omitted: set[str] = set()
+        self.damaged = 0
+        self.has_energy = False
+        self._width, self._count = 1, 0  # samples per bucket, and in the last bucket
+        self._energy = 0.0
+        self._before: dict[str, float] = {}  # the last value of each counter, and the last time
+
+    def refresh(self) -> None:
+        """Read the samples appended since the last call. Raises RunError for an unreadable file."""
+        while True:
+            samples = read_samples(self.path, self._position, only=_is_wanted, max_samples=BLOCK_SAMPLES)
+            if samples.restarted:  # another file replaced it
+                self._clear()
+            before = self._position if not samples.restarted else FilePosition(0, 0)
+            self._position = samples.position
+            self._add(samples)
+            if samples.position.end <= before.end or not len(samples):
+                return
+
+    def _add(self, samples: Samples) -> None:
+        self.node = samples.node or self.node
+        self.comments |= samples.comments
+        self.absent = dict(samples.absent) or self.absent
+        self.damaged += samples.damaged
+        self.notes |= dict.fromkeys(samples.notes)
+        for name, values in samples.columns.items():
+            if kind_of(name) in KINDS and name not in self.columns:
+                if len(self.columns) == MAX_COLUMNS:
+                    self.omitted.add(name)
+                    continue
+                self.columns[name] = column = Column()
+                self.units[name] = samples.units.get(name, "")
+                column.append_empty(len(self.times))
+            elif kind_of(name) in TOTALS:
+                finite = [value for value in values if math.isfinite(value)]
+                self.totals |= {name: finite[-1]} if finite else {}
+        starts = set(samples.sections)
+        counters = {name: values for name, values in samples.columns.items() if _is_energy(name)}
+        for at, time in enumerate(samples.time):
+            row = {name: values[at] for name, values in counters.items()}
+            self._add_energy(time, row, at in starts)
+            self._add_row(time, {name: samples.columns[name][at] for name in self.columns if name in samples})
+
+    def _add_energy(self, time: float, row: dict[str, float], is_first: bool) -> None:
+        """Add the energy since the previous sample: of counters, or else power by time."""
+        gap_s = time - self._before.get("time", math.inf)
+        if not is_first and 0 < gap_s <= MAX_GAP_S:
+            for name, value in row.items():
+                before = self._before.get(name, math.nan)
+                if kind_of(name) in COUNTERS:
+                    if value >= before:
+                        self._energy += value - before
+                        self.has_energy = True
+                elif f"{name.removesuffix('power')}energy" not in row and math.isfinite(value):
+                    self._energy += value * gap_s
+                    self.has_energy = True
+        self._before = row | {"time": time}
+
+    def _add_row(self, time: float, row: dict[str, float]) -> None:
+        if self.times and self._count < self._width:
+            self._count += 1
+            self.times[-1], self.energy_J[-1] = max(self.times[-1], time), self._energy
+            for name, column in self.columns.items():
+                column.merge_into_last((row.get(name, math.nan),))
+            return
+        self.times.append(max(time, self.times[-1]) if self.times else time)
+        self.energy_J.append(self._energy)
+        self._count = 1
+        for name, column in self.columns.items():
+            column.append((row.get(name, math.nan),))
+        if len(self.times) > MAX_SAMPLES:
+            single = len(self.times) % 2
+            parts: tuple[array[Any], ...] = (self.times, self.energy_J)
+            for part in parts:
+                part[:] = part[1::2] + part[len(part) - single :]
+            for column in self.columns.values():
+                column.halve()
+            self._count = self._count if single else 2 * self._width
+            self._width *= 2
+
+    def find_energy_J(self, time: float) -> float:
+        """Return the energy used until a time."""
+        at = bisect.bisect_left(self.times, time)
+        if not at or at == len(self.times):
+            return 0.0 if not at else self.energy_J[-1]
+        begin, end = self.times[at - 1], self.times[at]
+        share = (time - begin) / (end - begin) if end > begin else 1.0
+        return self.energy_J[at - 1] + share * (self.energy_J[at] - self.energy_J[at - 1])
+
+
+def _is_energy(name: str) -> bool:
+    return kind_of(name) in (*COUNTERS, "gpuN power")
+
+
+def _is_wanted(name: str) -> bool:
+    return name == "time" or kind_of(name) in (*KINDS, *TOTALS, *COUNTERS)
+
+
+class MachineSamples:
+    """The samples of all nodes of a run, read incrementally from a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.nodes: dict[str, NodeSamples] = {}  # by file name
+        self.unreadable: dict[str, str] = {}  # why a file could not be read, by its name
+        self.omitted = 0  # nodes beyond MAX_NODES
+
+    def refresh(self) -> None:
+        paths: list[Path] = []
+        with contextlib.suppress(OSError):
+            paths = sorted(self.folder.glob("*.csv"))
+        self.omitted = max(0, len(paths) - MAX_NODES)
+        for path in paths[:MAX_NODES]:
+            samples = self.nodes.setdefault(path.name, NodeSamples(path))
+            try:
+                samples.refresh()
+                self.unreadable.pop(path.name, None)
+            except RunError as error:
+                self.unreadable[path.name] = str(error)
+
+    @property
+    def has_energy(self) -> bool:
+        return any(node.has_energy for node in self.nodes.values())
+
+    def find_energy_J(self, time: float) -> float:
+        """Return the energy that all nodes used until a time."""
+        return sum(node.find_energy_J(time) for node in self.nodes.values())
+
+    @property
+    def problems(self) -> list[str]:
+        found = list(self.unreadable.values())
+        for node in self.nodes.values():
+            found += [f"{node.node}: {note}" for note in node.notes]
+            if node.damaged:
+                found.append(f"skipped {several(node.damaged, 'damaged line')} in {node.path}")
+            if node.omitted:
+                found.append(f"{node.node}: only the first {MAX_COLUMNS} columns of samples are kept")
+        if self.omitted:
+            found.append(f"samples of the first {MAX_NODES} of {MAX_NODES + self.omitted} nodes are kept")
+        return found
