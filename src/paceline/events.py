@@ -21,7 +21,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from paceline.errors import RunError
-from paceline.files import append_whole
+from paceline.files import append_whole, end_of_lines
 from paceline.units import several, without_controls
 
 BLOCK_BYTES = 2**18  # bytes per read
@@ -422,7 +422,7 @@ class EventWriter:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self.lost = 0
         # A last line without a newline is from a writer that was killed; it would damage the next line.
-        end = _end_of_lines(self._file)
+        end = end_of_lines(self._file)
         if end < os.fstat(self._file).st_size:
             os.ftruncate(self._file, end)
 
@@ -438,18 +438,6 @@ def append(path: Path, event: Event) -> None:
     """Append one event to a file."""
     with contextlib.closing(EventWriter(path)) as writer:
         writer.write(event)
-
-
-def _end_of_lines(file: int) -> int:
-    """Return the position after the last newline. The file is read from its end."""
-    end, size = os.fstat(file).st_size, min(2**12, BLOCK_BYTES)  # usually the last byte is a newline
-    while end:
-        begin, size = max(0, end - size), BLOCK_BYTES
-        newline = os.pread(file, end - begin, begin).rfind(b"\n")
-        if newline >= 0:
-            return begin + newline + 1
-        end = begin
-    return 0
 
 
 @dataclass
@@ -683,7 +671,7 @@ def _blocks_back(path: Path, first: int, before: int | None, skipped: Skipped) -
     except FileNotFoundError:
         return
     try:
-        begin, rest, is_too_long = _end_of_lines(file) if before is None else before, b"", False
+        begin, rest, is_too_long = end_of_lines(file) if before is None else before, b"", False
         size = min(2**16, BLOCK_BYTES)
         while begin > first:
             end, begin, size = begin, max(first, begin - size), BLOCK_BYTES
@@ -749,6 +737,6 @@ def end(path: Path) -> int:
     except FileNotFoundError:
         return 0
     try:
-        return _end_of_lines(file)
+        return end_of_lines(file)
     finally:
         os.close(file)

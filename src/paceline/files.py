@@ -84,6 +84,18 @@ def append_whole(file: int, data: bytes) -> bool:
     return written == len(data)
 
 
+def end_of_lines(file: int) -> int:
+    """Return the position after the last newline. The file is read from its end."""
+    end, size = os.fstat(file).st_size, min(2**12, 2**18)  # usually the last byte is a newline
+    while end:
+        begin, size = max(0, end - size), 2**18
+        newline = os.pread(file, end - begin, begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        end = begin
+    return 0
+
+
 def has_open(pid: int, path: Path) -> bool:
     """Return whether a process of this user has a file open.
 

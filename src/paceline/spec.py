@@ -6,6 +6,7 @@ They are read from TOML and overridden by `key=value`. A contradiction is an err
 import copy
 import difflib
 import inspect
+import math
 import os
 import re
 import sys
@@ -482,6 +483,26 @@ class Launch(Value):
     device: Literal["cpu", "cuda"] | None = Field(
         default=None, description="device of the ranks [default: cuda if available, else cpu]"
     )
+    monitor: float | Literal["off"] = Field(
+        default=1.0,
+        description="seconds between samples of processors, memory and GPUs of each node, or off",
+    )
+
+    @field_validator("monitor", mode="before")
+    @classmethod
+    def _monitor_is_seconds_or_off(cls, value: Any) -> Any:
+        if value == "off":
+            return value
+        try:
+            seconds = float(value) if not isinstance(value, bool) else math.nan
+        except (TypeError, ValueError):
+            seconds = math.nan
+        if not MIN_MONITOR_S <= seconds <= MAX_MONITOR_S:
+            raise ValueError(
+                f"monitor must be off, or seconds between samples from {MIN_MONITOR_S:g} to"
+                f" {MAX_MONITOR_S:g}, got {abbreviate(value)}; write --monitor 1 or --monitor off"
+            )
+        return seconds
 
     @model_validator(mode="after")
     def _names_are_printable(self) -> Self:
@@ -715,6 +736,7 @@ def keys() -> Iterator[tuple[str, FieldInfo]]:
 KEYS = [*list_keys(Spec), *list_keys(Launch)]
 TABLES = {key.partition(".")[0] for key in KEYS if "." in key} | {"set"}
 MAX_NAMES = 20  # names that a message lists
+MIN_MONITOR_S, MAX_MONITOR_S = 0.1, 3600.0  # seconds between samples
 MIN_SIMILARITY = 0.65  # by difflib: accepts rr for r and bach for batch, but not ema for betas
 
 

@@ -1,7 +1,7 @@
 """Parse and format bytes, seconds, counts and rates. GB is 10⁹ bytes, GiB is 2³⁰ bytes."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # Characters that a terminal could take for a command or the end of a line; not tabs and line feeds.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
@@ -99,3 +99,14 @@ def several(count: int, noun: str) -> str:
 def numbered(noun: str, numbers: Sequence[int]) -> str:
     """Return a noun with its numbers: "rank", [2, 3] -> `"ranks 2, 3"`."""
     return f"{noun}{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as ranges: [0, 1, 2, 8] -> `"0-2,8"`."""
+    ranges: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)

@@ -76,4 +76,4 @@ def test_ticks_are_read_for_each_core(tmp_path: Path, monkeypatch: pytest.Monkey
         "cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 1 2 3 100 20 4 5 6 7 8\ncpu7 0 0 0 1 0 0 0 0 0 0\nintr 5\n"
     )
     monkeypatch.setattr(limits, "Path", lambda path: stat if path == "/proc/stat" else Path(path))
-    assert limits._core_ticks() == {0: (21, 120), 7: (0, 1)}
+    assert limits.core_ticks() == {0: (21, 120), 7: (0, 1)}

@@ -210,6 +210,15 @@ def build_request(
             rich_help_panel=RUN,
         ),
     ] = None,
+    monitor: Annotated[
+        str | None,
+        Option(
+            metavar="SECONDS|off",
+            help="Seconds between samples of the processors, memory, disks, network and GPUs of each node, "
+            "or off [default: 1]",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
     device: Annotated[
         str | None, Option(help="Device: cpu or cuda [default: cuda if available]", rich_help_panel=RANKS)
     ] = None,
@@ -249,6 +258,7 @@ def build_request(
         "batch_norm": batch_norm,
         "allow_local_loss": allow_local_loss,
         "profile": profile,
+        "monitor": monitor,
         "device": device,
         "restarts": restarts,
         "timeout_s": timeout,

@@ -53,6 +53,12 @@ def resume(
     profile: Annotated[
         bool | None, typer.Option("--profile/--no-profile", help="Profile some steps [default: as before]")
     ] = None,
+    monitor: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS|off", help="Seconds between samples of each node, or off [default: as before]"
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Device: cpu or cuda [default: as before]")] = None,
     restarts: Annotated[
         int | None,
@@ -89,6 +95,7 @@ def resume(
         "stop.patience": patience,
         "stop.target": target,
         "profile": profile,
+        "monitor": monitor,
         "device": device,
         "restarts": restarts,
         "timeout_s": timeout,

@@ -11,14 +11,14 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 def usable_cores() -> int:
     """Return the number of cores in the affinity of this process, limited by its control group's quota."""
-    cores = len(_affinity())
+    cores = len(affinity())
     quotas = [cpu_quota(group) for group in list_control_groups(_own_groups(), CGROUPS)]
     return min([cores, *(max(1, int(quota)) for quota in quotas if quota is not None)])
 
 
 def free_cores(busy: float) -> float:
     """Return the number of cores that this process may use and that are free, if `busy` cores are busy."""
-    return min(float(usable_cores()), max(0.0, len(_affinity()) - busy))
+    return min(float(usable_cores()), max(0.0, len(affinity()) - busy))
 
 
 def busy_cores(seconds: float) -> float | None:
@@ -26,22 +26,23 @@ def busy_cores(seconds: float) -> float | None:
 
     Returns None if the system does not report it.
     """
-    before = _core_ticks()
+    before = core_ticks()
     time.sleep(seconds)
-    after = _core_ticks()
+    after = core_ticks()
     ticks = [
         (after[core][0] - before[core][0], after[core][1] - before[core][1])
-        for core in _affinity()
+        for core in affinity()
         if core in before and core in after
     ]
     return sum(busy / (busy + idle) for busy, idle in ticks if busy + idle > 0) if ticks else None
 
 
-def _affinity() -> set[int]:
+def affinity() -> set[int]:
+    """Return the numbers of the cores that this process may use."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def _core_ticks() -> dict[int, tuple[int, int]]:
+def core_ticks() -> dict[int, tuple[int, int]]:
     """Return the busy and the idle ticks of each core since the machine started."""
     ticks = {}
     with contextlib.suppress(OSError):
@@ -56,8 +57,36 @@ def _core_ticks() -> dict[int, tuple[int, int]]:
 
 def memory_limit() -> int | None:
     """Return the bytes that this process may use, if a control group limits them."""
-    limits = [group_memory_limit(group) for group in list_control_groups(_own_groups(), CGROUPS)]
-    return min((limit for limit in limits if limit is not None), default=None)
+    group = find_memory_group()
+    return group_memory_limit(group) if group is not None else None
+
+
+def find_memory_group() -> Path | None:
+    """Return the control group of this process with the lowest limit of memory; None if there is none."""
+    groups = [
+        (limit, group)
+        for group in list_control_groups(_own_groups(), CGROUPS)
+        if (limit := group_memory_limit(group)) is not None
+    ]
+    return min(groups)[1] if groups else None
+
+
+def group_memory_used(group: Path) -> int | None:
+    """Return the bytes that a control group uses, without the file cache that the system can free at once."""
+    words = _words(group / "memory.current") or _words(group / "memory.usage_in_bytes")
+    if not words or not words[0].isdigit():
+        return None
+    stat = _words(group / "memory.stat")
+    cache = next(
+        (
+            int(stat[position + 1])
+            for name in ("total_inactive_file", "inactive_file")  # version 1, version 2
+            for position in range(0, len(stat) - 1, 2)
+            if stat[position] == name and stat[position + 1].isdigit()
+        ),
+        0,
+    )
+    return max(0, int(words[0]) - cache)
 
 
 def _own_groups() -> str:

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import TypeAdapter
 
 from paceline.events import MAX_TIME
 from paceline.files import open_regular
+from paceline.monitor.processes import process_birth
 from paceline.units import without_controls
 
 START, DATA, FORWARD, BACKWARD, UPDATE, REPORT, EVALUATE, SAVE, ENDED, OWN_CODE = (
@@ -55,7 +55,6 @@ class Heartbeat:
     birth: float | None = None  # of its process, see `process_birth`
     total_steps: int = 0  # of this start, without its first steps
     total_s: Mapping[str, float] = field(default_factory=dict)  # in each phase, sum over these steps
-    core_wait_s: float | None = None  # in which its thread waited for a core, sum over these steps
 
 
 @dataclass(frozen=True)
@@ -96,21 +95,6 @@ _ADAPTERS: dict[type, TypeAdapter[Any]] = {
     Heartbeat: TypeAdapter(Heartbeat),
     StackAnswer: TypeAdapter(StackAnswer),
 }
-
-
-def process_birth(pid: int) -> float | None:
-    """Return a number that distinguishes a process from earlier and later processes with the same id.
-
-    On Linux: clock ticks from boot to the start of the process; elsewhere: seconds since the epoch. psutil's
-    create_time adds the boot time in whole seconds, and changes whenever the clock is set.
-    Returns None if no process has this id."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
-        return None
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).create_time()
-    return None
 
 
 def process_age_s(pid: int) -> float | None:
@@ -160,7 +144,6 @@ def _is_plausible(beat: Heartbeat) -> bool:
         beat.longest_s,
         beat.since,
         beat.patience_s or 0.0,
-        beat.core_wait_s or 0.0,
         *beat.spent_s.values(),
         *beat.total_s.values(),
     )

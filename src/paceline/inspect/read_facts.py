@@ -13,7 +13,7 @@ from paceline.events import Ended, Evaluated, Event, EventReader, Failed, Profil
 from paceline.inspect.facts import WARM_UP_STEPS, RunFacts, Sibling, StepPoint
 from paceline.inspect.windows import Window, cut_windows
 from paceline.monitor.columns import kind_of
-from paceline.monitor.samples import Samples, read_samples
+from paceline.monitor.samples import SampleTable, read_samples
 from paceline.plan.plan import ResolvedPlan, parse
 from paceline.report.run_view import glance
 from paceline.report.summary import SummaryBuilder
@@ -151,7 +151,7 @@ def _read_windows(run: RunFolder, course: _Course, notes: list[str]) -> tuple[tu
     warm = [point for point in course.steps if point.since_start > WARM_UP_STEPS]
     if not warm:
         return (), ": none was taken while the training stepped"
-    recordings: list[Samples] = []
+    recordings: list[SampleTable] = []
     for path in paths:
         try:
             samples = read_samples(path, only=lambda name: kind_of(name) not in UNUSED_COLUMNS)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from paceline.monitor.table import Samples
+from paceline.monitor.table import SampleTable
 
 IDLE_PERCENT = 1.0  # utilization of a GPU before and after a job
 
@@ -17,7 +17,7 @@ class Window:
     is_one_of_several  whether there are other nodes, so that sentences must name this one
     """
 
-    samples: Samples
+    samples: SampleTable
     begin: int
     end: int
     is_one_of_several: bool = False
@@ -64,7 +64,9 @@ class Window:
         return [(time, value) for time, value in rows if value == value]
 
 
-def cut_windows(recordings: Sequence[Samples], begin: float | None, end: float | None) -> tuple[Window, ...]:
+def cut_windows(
+    recordings: Sequence[SampleTable], begin: float | None, end: float | None
+) -> tuple[Window, ...]:
     """Return the window of each file: from `begin` to `end`, seconds since the epoch.
 
     None: a recording without a run, from the first to the last sample in which a GPU worked."""
@@ -83,7 +85,7 @@ def cut_windows(recordings: Sequence[Samples], begin: float | None, end: float |
     return tuple(windows)
 
 
-def _is_busy(samples: Samples) -> Callable[[int], bool]:
+def _is_busy(samples: SampleTable) -> Callable[[int], bool]:
     """Return whether any GPU worked in a sample, or a function that is always true if none ever did."""
     columns = [
         samples[name] for name in samples.columns if name.endswith(" utilization") and "mem" not in name

@@ -21,8 +21,8 @@ from paceline.doctor.diagnose import Diagnosis
 from paceline.doctor.heartbeat import process_age_s
 from paceline.doctor.watchdog import HangWatchdog
 from paceline.errors import DataError, Error, RankError, RunError, TaskError
-from paceline.events import Ended, Event, Failed, Stalled, Started, Step
-from paceline.inspect.conclude import conclude
+from paceline.events import Ended, Event, Failed, Noted, Stalled, Started, Step
+from paceline.launch.node_sampler import NodeSampler
 from paceline.launch.signals import STOPPED, Interrupt
 from paceline.plan.plan import AUTO, Plan, parse
 from paceline.report.progress import watch
@@ -94,7 +94,7 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
                     return _exit_status(_consume(training_events))
                 watchdog = HangWatchdog(run, on_hang=lambda ranks: _exit_on_hang(run, watchdog.diagnosis))
                 with watchdog:
-                    return _exit_status(watch(training_events, run, _build_console(world), conclude))
+                    return _exit_status(watch(training_events, run, _build_console(world)))
         except (Error, RuntimeError, ConnectionError) as error:
             if not isinstance(error, Error) and not is_of_lost_peer(error):
                 raise
@@ -225,6 +225,8 @@ def _train_recorded(
             start_s = _measure_start(interrupt.launcher, importer)
             elapsed_s = sum(start_s.values())  # since the command: max_time includes what a restart repeats
             start_s = _measure_start(None, None) if world.restart else start_s
+            sampler = NodeSampler(run, launch, world)
+            at_exit.callback(sampler.stop)
             for event in train(
                 spec,
                 plan,
@@ -255,6 +257,13 @@ def _train_recorded(
                 if isinstance(event, (Started, Step, Ended)):
                     step = event.step
                 yield event
+                for note in sampler.check():
+                    noted = Noted(step=step, message=note)
+                    if writer is not None:
+                        writer.write(noted)
+                        yield noted
+                    else:
+                        events.append(run.events, noted)
         except Exception as error:  # the top of a rank: report the error, then raise it
             is_of_task = isinstance(error, (TaskError, DataError))
             # the code of a task may fail on this rank only, so the message names the rank

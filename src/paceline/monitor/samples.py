@@ -24,9 +24,9 @@ from paceline.files import open_regular, reason
 from paceline.monitor.nvidia_smi import known_fields, parse_header
 from paceline.monitor.recordings import decode, read_recording
 from paceline.monitor.sections import is_own, read_sections
-from paceline.monitor.table import FilePosition, SampleBuilder, Samples
+from paceline.monitor.table import FilePosition, SampleBuilder, SampleTable
 
-__all__ = ["FilePosition", "Samples", "read_samples"]
+__all__ = ["FilePosition", "SampleTable", "read_samples"]
 MAX_LINE_BYTES = 2**20
 
 
@@ -36,21 +36,21 @@ def read_samples(
     *,
     only: Callable[[str], bool] | None = None,
     max_samples: int | None = None,
-) -> Samples:
+) -> SampleTable:
     """Return the samples of a file, or those after a position.
 
     An incomplete last line is left for the next call; lines that cannot be used are counted and skipped.
 
-    after        `Samples.position` of an earlier call, or FilePosition(0, 0) before the first call for a file
+    after        `position` of an earlier call, or FilePosition(0, 0) before the first call for a file
                  that grows; comments and units are those of its section. None: the whole file is read
     only         which columns to keep, by name; all by default
-    max_samples  stop after about this number of samples; `Samples.position` tells where to continue
+    max_samples  stop after about this number of samples; `SampleTable.position` tells where to continue
 
     Raises RunError if the file cannot be read, or if it is neither a file of Paceline nor of nvidia-smi.
     """
     try:
         with open_regular(path) as file:
-            samples = Samples(path)
+            samples = SampleTable(path)
             if after is not None and os.fstat(file.fileno()).st_size < after.end:
                 after, samples.restarted = None, True
             lines = _lines(file, samples)
@@ -80,7 +80,7 @@ def _unknown(path: Path, line: str) -> RunError:
     )
 
 
-def _lines(file: IO[bytes], samples: Samples) -> Iterator[tuple[int, bytes]]:
+def _lines(file: IO[bytes], samples: SampleTable) -> Iterator[tuple[int, bytes]]:
     """Yield each whole line with its position in bytes. Lines that are too long count as damaged."""
     while True:
         begin = file.tell()

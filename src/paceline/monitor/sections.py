@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from paceline.monitor.columns import unit_of
-from paceline.monitor.table import NAN, FilePosition, SampleBuilder, Samples
+from paceline.monitor.table import NAN, FilePosition, SampleBuilder, SampleTable
 from paceline.units import without_controls
 
 VERSION = 1
@@ -105,7 +105,7 @@ class _Section:
             self.is_new = False
 
 
-def _read_comment(samples: Samples, text: str, ahead_s: float) -> float:
+def _read_comment(samples: SampleTable, text: str, ahead_s: float) -> float:
     """Add a comment to the samples. Return how far the clock of the node is ahead."""
     topic, _, content = text[1:].strip().partition(": ")
     if topic == "node":
@@ -130,7 +130,7 @@ def _read_comment(samples: Samples, text: str, ahead_s: float) -> float:
     return ahead_s
 
 
-def _read_header(samples: Samples, text: str) -> list[str]:
+def _read_header(samples: SampleTable, text: str) -> list[str]:
     names = []
     for cell in text.split(",")[:MAX_COLUMNS]:
         name, _, unit = cell.strip().partition(" [")

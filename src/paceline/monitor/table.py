@@ -32,7 +32,7 @@ class FilePosition:
 
 
 @dataclass
-class Samples:
+class SampleTable:
     """The samples of a file, by column. All columns have the length of `time`; a missing value is NaN.
 
         samples = read_samples(Path("runs/a/monitor/node17.csv"))
@@ -110,10 +110,10 @@ class Samples:
 
 
 class SampleBuilder:
-    """Adds rows to `Samples`. Columns that a row lacks get a missing value."""
+    """Adds rows to `SampleTable`. Columns that a row lacks get a missing value."""
 
     def __init__(
-        self, samples: Samples, file: IO[bytes], only: Callable[[str], bool], max_samples: int | None
+        self, samples: SampleTable, file: IO[bytes], only: Callable[[str], bool], max_samples: int | None
     ):
         self.samples, self.file, self.only, self.max_samples = samples, file, only, max_samples
 

@@ -21,6 +21,7 @@ from paceline.preflight.site_checks import can_requeue, find_time_limit_s
 from paceline.units import format_bytes, format_seconds, several
 
 FILES_PER_RANK = 4  # log, heartbeat, and answers for the doctor
+FILES_PER_NODE = 1  # samples
 FILES_PER_RUN = 16
 FILES_PER_CHECKPOINT = 2  # in addition to those of its ranks
 LOCAL_FILESYSTEMS = ("tmpfs", "ramfs")
@@ -143,6 +144,7 @@ def estimate_usage(context: PreflightContext, count: int) -> tuple[int, int]:
     writers = 1 if plan.servers else ranks
     states = 1 + ranks if plan.period is not None else 1  # local SGD saves each rank's state as well
     files = count * (writers + FILES_PER_CHECKPOINT) + writers + FILES_PER_RANK * ranks + FILES_PER_RUN
+    files += FILES_PER_NODE * context.launch.nodes
     return count * states * context.checkpoint_bytes, files
 
 

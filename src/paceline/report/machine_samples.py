@@ -10,7 +10,7 @@ from typing import Any
 from paceline.errors import RunError
 from paceline.monitor.columns import kind_of
 from paceline.monitor.samples import FilePosition, read_samples
-from paceline.monitor.table import Samples
+from paceline.monitor.table import SampleTable
 from paceline.report.curves import Column
 from paceline.units import several
 
@@ -77,7 +77,7 @@ class NodeSamples:
             if samples.position.end <= before.end or not len(samples):
                 return
 
-    def _add(self, samples: Samples) -> None:
+    def _add(self, samples: SampleTable) -> None:
         self.node = samples.node or self.node
         self.comments |= samples.comments
         self.absent = dict(samples.absent) or self.absent
