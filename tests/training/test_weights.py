@@ -297,6 +297,24 @@ DETERMINISTIC: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def test_parameters_that_ignore_the_default_device_need_no_memory() -> None:
+    """Ranks of a pipeline would else hold the parameters of all stages."""
+
+    def give(module: nn.Module) -> None:
+        module.old, module.new = nn.Parameter(torch.FloatTensor(4, 2)), nn.Parameter(torch.empty(2))
+        module.tied = module.old
+        module.frozen = nn.Parameter(torch.FloatTensor(3), requires_grad=False)
+        for parameter in module.parameters():
+            nn.init.constant_(parameter, 3)
+
+    model, weights, is_recorded = record(lambda: Built(give), 0)
+    assert is_recorded
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.tied is model.old
+    assert not model.frozen.requires_grad
+    assert (weights.draw("old") == 3).all()
+
+
 def statistics(tensor: Tensor) -> Tensor:
     """Return mean, standard deviation, minimum, maximum and share of zeros."""
     flat = tensor.double().flatten()

@@ -127,7 +127,27 @@ def record(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Weight
         unwritten |= {
             name: int(unequal(origin, second[name].detach()).sum()) for name, origin in suspects.items()
         }
-    return (model if is_recorded else model.to("meta")), Weights(tape, origins, unwritten), is_recorded
+    if is_recorded:
+        _move_parameters_to_meta_(model)
+    else:
+        model.to("meta")
+    return model, Weights(tape, origins, unwritten), is_recorded
+
+
+def _move_parameters_to_meta_(model: nn.Module) -> None:
+    """Move real parameters to the meta device; tied ones stay tied.
+
+    The constructor of a recorded model makes them by functions that ignore the default device, such as
+    torch.FloatTensor. A rank would otherwise keep the parameters of other stages of a pipeline.
+    """
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None and not parameter.is_meta:
+                if id(parameter) not in moved:
+                    empty = torch.empty_like(parameter, device="meta", requires_grad=False)
+                    moved[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+                setattr(module, key, moved[id(parameter)])
 
 
 def _find_never_written(origins: Mapping[str, Tensor], tape: OperationTape) -> dict[str, int]:
