@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 from command import TASK, paceline, set_sample_delay, succeed, write_task
+from paceline.inspect import find
+from paceline.inspect.conclude import conclude
+from paceline.inspect.facts import RunFacts
+from paceline.inspect.finding import Outcome, Rule
 from paceline.inspect.read_facts import read_facts
 from paceline.inspect.rules import RULES
 from paceline.run import RunFolder
@@ -78,6 +82,23 @@ def test_the_page_lists_every_rule() -> None:
         assert ("(*simulated*)" in text) == rule.is_simulated, name
 
 
+def test_the_end_of_a_training_shows_the_findings(tmp_path: Path) -> None:
+    for options, where in (([], "alone"), (["--ranks", "2"], "two")):
+        words = (write_task(tmp_path), "--batch", "16", "--steps", "4", "--run-dir", where, *options)
+        result = succeed("train", *words, "--tf32", at=tmp_path)
+        assert "finding: --tf32 has no effect: it applies to CUDA devices" in result.out
+        assert f"how to change it: paceline doctor {where}\n" in result.out
+        assert "finding" not in succeed("train", *words[:6], f"{where}-ok", *options, at=tmp_path).out
+
+
+def test_an_error_in_a_rule_does_not_end_a_training(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(facts: RunFacts) -> Outcome:
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr(find, "RULES", (Rule("bad", "something", check),))
+    assert conclude(RunFolder(run)) == ["no findings: ZeroDivisionError: a mistake"]
+
+
 def test_a_healthy_run_has_no_findings(run: Path) -> None:
     out, found = doctor(run.parents[1])
     assert out.startswith("runs/a is not running: it was done at step 80\nnothing found\nchecked: "), out
@@ -98,6 +119,7 @@ def test_facts_of_a_run_come_from_its_files(run: Path) -> None:
     [beat] = facts.beats
     assert beat is not None
     assert beat.total_steps == 75
+    assert beat.core_wait_s is None or beat.core_wait_s >= 0
     # The steps after the first five, by the clock of the loop, contain these phases.
     phases_s = sum(beat.total_s[phase] for phase in ("data", "forward", "backward", "update"))
     assert 0 < phases_s <= sum(line["step_s"] for line in steps[5:]) * 1.01

@@ -137,6 +137,10 @@ def test_communication() -> None:
     # Ranks that share cores wait for each other.
     crowded = make_facts(profiled=profiles, threads=4)
     assert isinstance(outcome_of("communication", crowded), Missing)
+    # Other programs use the cores: 1 s of 10 s without a core.
+    for wait_s, expected in ((1.0, Missing), (0.1, list)):
+        beats = make_beats({"forward": 0.1}, {"forward": 0.1}, core_wait_s=wait_s)
+        assert isinstance(outcome_of("communication", make_facts(profiled=profiles, beats=beats)), expected)
     ended = Ended(step=200, reason="done", communication=0.5)
     assert len(sentences("communication", make_facts(ended=ended))) == 1
 

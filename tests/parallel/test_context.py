@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ from paceline import Spec, Task, train
 from paceline.errors import PlanError
 from paceline.events import Step
 from paceline.parallel.context import apply as context
-from paceline.parallel.context import ring_attention
-from paceline.parallel.context.ring_attention import RingAttention, rank_positions
+from paceline.parallel.context import slices
+from paceline.parallel.context.replace_attention import replace_attention
+from paceline.parallel.context.ring_attention import RingAttention
+from paceline.parallel.context.sliced_attention import SlicedAttention, SlicedTensors
+from paceline.parallel.context.slices import rank_positions
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save, Schedule
@@ -97,6 +101,15 @@ def test_gpt_trains_as_one_process(size: int, plan: str) -> None:
         pytest.param(sequences.Encoder(batch_first=False, mask="causal"), marks=SLOW),
         pytest.param(sequences.Variant(kind="nothing"), marks=SLOW),
         pytest.param(sequences.Variant(kind="causal mask"), marks=SLOW),
+        sequences.Variant(kind="window"),
+        sequences.Variant(kind="relative bias"),
+        pytest.param(sequences.Variant(kind="alibi"), marks=SLOW),
+        pytest.param(sequences.Variant(kind="padding"), marks=SLOW),
+        pytest.param(sequences.Variant(kind="documents"), marks=SLOW),
+        pytest.param(sequences.Variant(kind="multihead"), marks=SLOW),
+        pytest.param(sequences.Encoder(mask="banded"), marks=SLOW),
+        pytest.param(sequences.Encoder(mask="padding"), marks=SLOW),
+        sequences.Encoder(batch_first=False, mask="both"),
         sequences.Sequential(),
         sequences.Llama(),
         pytest.param(sequences.Gpt2(), marks=SLOW),
@@ -107,6 +120,22 @@ def test_models_train_as_one_process(task: Task, size: int, plan: str) -> None:
     if isinstance(task, sequences.Llama):
         pytest.importorskip("transformers")
     assert not differences_from_single(size, plan, task, make_spec(SGD))
+
+
+@pytest.mark.parametrize(
+    ("size", "plan"), [(2, "zero3,cp=2,microbatches=2,recompute=full"), pytest.param(3, "cp=3", marks=SLOW)]
+)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "nothing",  # causal
+        "relative bias",
+        *(pytest.param(kind, marks=SLOW) for kind in ("window", "alibi", "padding", "documents")),
+    ],
+)
+def test_sequences_that_cp_does_not_divide(kind: str, size: int, plan: str) -> None:
+    """Ranks have 4 and 3 of 7 positions, or 3, 2 and 2."""
+    assert not differences_from_single(size, plan, sequences.Shorter(kind=kind, length=7), make_spec(SGD))
 
 
 def test_text_task_with_evaluation(tmp_path: Path) -> None:
@@ -141,37 +170,121 @@ def test_dropout_outside_of_blocks_is_equal() -> None:
     )
 
 
-def compare_attention(length: int, is_causal: bool, dtype: torch.dtype) -> list[float]:
-    """Return how far output and three gradients of ring attention are from whole attention on this rank."""
+@dataclass(frozen=True)
+class AttentionCase:
+    """One call of attention. `mask`: its shape, or "causal" for the option; `keys`: of another sequence."""
+
+    length: int
+    mask: tuple[int, ...] | str | None = None
+    keys: int | None = None
+    is_bool: bool = False
+
+
+def compare_attention(case: AttentionCase, dtype: torch.dtype) -> list[float]:
+    """Return how far output and gradients of attention on slices are from whole attention on this rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    draw = torch.Generator().manual_seed(1)
+    draw, length, keys = torch.Generator().manual_seed(1), case.length, case.keys or case.length
     query, key, value, grad = (
-        torch.randn(3, heads, length, 6, generator=draw, dtype=dtype) for heads in (4, 2, 2, 4)
+        torch.randn(3, heads, at, 6, generator=draw, dtype=dtype)
+        for heads, at in ((4, length), (2, keys), (2, keys), (4, length))
     )
+    whole, options = (
+        [query, key, value],
+        {"scale": 0.3, "enable_gqa": True, "is_causal": case.mask == "causal"},
+    )
+    if isinstance(case.mask, tuple):
+        mask = torch.randn(case.mask, generator=draw, dtype=dtype)
+        if case.is_bool:
+            mask[..., 0] = 1  # each query sees a key
+            options["attn_mask"] = mask > 0
+        else:
+            whole.append(mask)
     positions = rank_positions(length, mesh.get_local_rank(), mesh.size())
-    whole = [tensor.requires_grad_() for tensor in (query, key, value)]
-    options = {"is_causal": is_causal, "scale": 0.3, "enable_gqa": True}
-    expected = F.scaled_dot_product_attention(*whole, **options)
-    local = [tensor.detach().index_select(2, positions).requires_grad_() for tensor in whole]
-    found = RingAttention(mesh, parse("cp=2"))(*local, **options)
-    pairs = zip(
-        [found, *torch.autograd.grad(found, local, grad[:, :, positions])],
-        [expected, *torch.autograd.grad(expected, whole, grad)],
-        strict=True,
+    expected = F_ATTENTION(*(tensor.requires_grad_() for tensor in whole), **options)
+    # The ranks share the keys of another sequence, and masks: their gradients are summands.
+    is_local = [True, case.keys is None, case.keys is None, False][: len(whole)]
+    parts = [
+        (tensor.detach().index_select(2, positions) if local else tensor.detach().clone()).requires_grad_()
+        for tensor, local in zip(whole, is_local, strict=True)
+    ]
+    handler = SlicedAttention(
+        RingAttention(mesh), parse("cp=2"), length, (SlicedTensors(True, case.keys is None),)
     )
-    return [relative_difference(part.detach(), full.detach()[:, :, positions]) for part, full in pairs]
+    with replace_attention(handler):
+        found = F.scaled_dot_product_attention(*parts, **options)
+    errors = [relative_difference(found.detach(), expected.detach()[:, :, positions])]
+    for part, full, local in zip(
+        torch.autograd.grad(found, parts, grad[:, :, positions]),
+        torch.autograd.grad(expected, whole, grad),
+        is_local,
+        strict=True,
+    ):
+        if not local:
+            torch.distributed.all_reduce(part)
+        errors.append(relative_difference(part, full[:, :, positions] if local else full))
+    return errors
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=SLOW), 4])
-def test_ring_equals_attention(size: int) -> None:
-    for length in (4 * size, 3 * size):  # two chunks on each rank, or one
-        for is_causal in (True, False):
-            for dtype, rtol in ((torch.float64, 1e-14), (torch.float32, 4e-6)):
-                assert all(
-                    max(errors) < rtol for errors in ranks(size)(compare_attention, length, is_causal, dtype)
-                )
+def test_attention_on_slices_equals_attention(size: int) -> None:
+    even, uneven = 4 * size, 4 * size - 1
+    cases = [
+        # in a ring: two chunks on each rank, or one
+        *(AttentionCase(length, mask) for length in (even, 3 * size) for mask in ("causal", None)),
+        AttentionCase(uneven),
+        AttentionCase(uneven, "causal"),
+        *(AttentionCase(length, (length, length)) for length in (even, uneven)),
+        AttentionCase(even, (even, even), is_bool=True),
+        AttentionCase(uneven, (3, 1, 1, uneven), is_bool=True),
+        AttentionCase(uneven, (1, 4, uneven, uneven)),
+        AttentionCase(even, keys=5),
+        AttentionCase(uneven, (3, 1, uneven, 5), keys=5),
+        AttentionCase(even, "causal", keys=even - 1),
+    ]
+    for case in cases:
+        for dtype, rtol in ((torch.float64, 1e-14), (torch.float32, 4e-6)):
+            for errors in ranks(size)(compare_attention, case, dtype):
+                assert max(errors) < rtol, case
+
+
+def drop_weights(length: int) -> tuple[list[float], list[bool]]:
+    """Return the errors of weights that dropout kept, and which it kept, of this rank's queries."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, draw, rate = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(1), 0.25
+    query, key = (torch.randn(1, 8, length, 4, generator=draw, dtype=torch.float64) for _ in range(2))
+    identity = torch.eye(length, dtype=torch.float64).expand(1, 8, length, length)  # output: the weights
+    positions = rank_positions(length, mesh.get_local_rank(), 2)
+    torch.manual_seed(mesh.get_local_rank())
+    handler = SlicedAttention(RingAttention(mesh), parse("cp=2"), length, (SlicedTensors(True, True),))
+    with replace_attention(handler):
+        found = F.scaled_dot_product_attention(
+            *(tensor[:, :, positions] for tensor in (query, key, identity)), dropout_p=rate
+        )
+    expected = (query @ key.transpose(-1, -2) / 2).softmax(-1)[:, :, positions] / (1 - rate)
+    is_kept = found != 0
+    return (found - expected)[is_kept].abs().tolist(), is_kept.flatten().tolist()
+
+
+def test_dropout_in_attention_drops_weights_of_all_keys() -> None:
+    """In distribution as on one process: other weights on each rank, at the same rate."""
+    (first_errors, first), (second_errors, second) = ranks(2)(drop_weights, 32)
+    assert max(first_errors + second_errors) < 1e-12
+    assert first != second
+    for is_kept in (first, second):
+        assert len(is_kept) == 8 * 16 * 32
+        assert abs(sum(is_kept) / len(is_kept) - 0.75) < 0.03  # 4 standard deviations
+
+
+def test_dropout_in_attention_trains() -> None:
+    """The ranks of a sequence stay equal, which `train_on_ranks` checks."""
+    dropped, whole = (
+        train_on_ranks(2, sequences.Variant(kind=kind), make_spec(), "cp=2")
+        for kind in ("attention dropout", "nothing")
+    )
+    assert relative_difference(dropped.losses, whole.losses) > 1e-4
 
 
 def record_batch_sizes(task: text.Text, spec: Spec) -> list[int]:
@@ -202,12 +315,12 @@ def test_trial_pass_uses_few_samples(tmp_path: Path) -> None:
 @contextmanager
 def local_attention() -> Iterator[None]:
     """Let each slice attend only to itself."""
-    original = RingAttention.__call__
-    RingAttention.__call__ = lambda self, *tensors, **options: F_ATTENTION(*tensors, **options)  # type: ignore[method-assign]
-    try:
+    with replaced(
+        RingAttention,
+        "__call__",
+        lambda _: lambda self, *tensors, **options: F_ATTENTION(*tensors, **options),
+    ):
         yield
-    finally:
-        RingAttention.__call__ = original  # type: ignore[method-assign]
 
 
 F_ATTENTION = F.scaled_dot_product_attention
@@ -226,7 +339,7 @@ def plant_unchecked_local_attention() -> Iterator[None]:
 def plant_missing_factor() -> Any:
     """Do not multiply the gradient of a slice by the number of ranks that share the sequence."""
     return replaced(
-        ring_attention.GatherSlices,
+        slices.GatherSlices,
         "backward",
         lambda original: staticmethod(
             lambda ctx, grad: (original(ctx, grad)[0] / ctx.ranks, None, None, None)
@@ -238,6 +351,52 @@ def plant_missing_factor() -> Any:
 def test_faults_are_detected(fault: Any) -> None:
     for plan in ("cp=2", "zero3,cp=2"):
         assert differences_from_single(2, plan, models.Text(), make_spec(), fault)
+
+
+def take_first_rows() -> Any:
+    """Each rank takes the first rows of a mask."""
+    return replaced(
+        SlicedAttention,
+        "_own_rows",
+        lambda original: lambda self, mask, sliced: mask.narrow(-2, 0, self.count),
+    )
+
+
+@contextmanager
+def plant_unchecked_first_rows() -> Iterator[None]:
+    """First rows without a comparison of outputs."""
+    with (
+        replaced(context.ContextParallel, "_find_difference", lambda original: lambda *_: None),
+        take_first_rows(),
+    ):
+        yield
+
+
+def plant_unsummed_gradient() -> Any:
+    """Do not add the gradients that other ranks have for the keys of a slice."""
+
+    def patch(original: Any) -> Any:
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+            length, rank = grad.size(ctx.dim), ctx.mesh.get_local_rank()
+            return grad.index_select(ctx.dim, rank_positions(length, rank, ctx.mesh.size())), None, None, None
+
+        return staticmethod(backward)
+
+    return replaced(slices.GatherForSlices, "backward", patch)
+
+
+@pytest.mark.parametrize("fault", [plant_unchecked_first_rows, plant_unsummed_gradient])
+def test_faults_with_masks_are_detected(fault: Any) -> None:
+    task = sequences.Shorter(kind="relative bias")
+    for plan in ("cp=2", "zero3,cp=2"):
+        assert differences_from_single(2, plan, task, make_spec(SGD), fault)
+
+
+def test_first_rows_of_a_mask_change_the_output() -> None:
+    for error in ranks(2)(
+        train_and_return_error, sequences.Variant(kind="relative bias"), "cp=2", take_first_rows
+    ):
+        assert "the output of VariantGpt with its blocks on slices of the sequence differs" in error
 
 
 def train_and_return_error(task: Task, plan: str, fault: Any = None, **more: Any) -> str:
@@ -254,7 +413,6 @@ def train_and_return_error(task: Task, plan: str, fault: Any = None, **more: Any
             sequences.Variant(kind="explicit attention"),
             "VariantGpt calls no F.scaled_dot_product_attention in its blocks",
         ),
-        (sequences.Variant(kind="multihead"), "nn.MultiheadAttention does with need_weights=False"),
         (
             sequences.Variant(kind="convolution"),
             "blocks.0 (VariantBlock) mixes, numbers or masks positions outside of "
@@ -274,20 +432,9 @@ def train_and_return_error(task: Task, plan: str, fault: Any = None, **more: Any
             "the output of VariantGpt with its blocks on slices of the sequence differs",
         ),
         (
-            sequences.Variant(kind="attention dropout"),
-            "ring attention does not support dropout, got a probability of 0.1; set it to 0",
-        ),
-        (
-            sequences.Encoder(mask="banded"),
-            "encoder.layers.0 (TransformerEncoderLayer) mixes, numbers or masks positions",
-        ),
-        (
-            sequences.Variant(kind="window"),
-            "ring attention requires a causal mask or none, got a mask of shape (8, 8)",
-        ),
-        (
-            sequences.Ragged(),
-            "sequences of 7 positions are not divisible by cp=2; cut them to 6, or use a plan without cp",
+            sequences.Shorter(kind="nothing", length=3),
+            "sequences of 3 positions are too short for cp=2, which requires two positions per rank; use a "
+            "plan without cp",
         ),
     ],
     ids=str,
@@ -308,18 +455,14 @@ def test_local_attention_changes_the_output() -> None:
     ("words", "message"),
     [
         (
-            ["text", "--set", "context=30", "--plan", "cp=4"],
-            "sequences of 30 positions are not divisible by cp=4; cut them to 28, or use cp=2",
+            ["text", "--set", "context=6", "--plan", "cp=4"],
+            "sequences of 6 positions are too short for cp=4, which requires two positions per rank; use "
+            "cp=3 or less",
         ),
         (["digits", "--plan", "cp=4"], "calls no F.scaled_dot_product_attention in its blocks"),
-        (
-            ["{tests}/sequences.py:Encoder", "--set", "dropout=0.1", "--plan", "cp=4"],
-            "ring attention does not support dropout, got a probability of 0.1",
-        ),
     ],
 )
 def test_refused_before_ranks_start(words: list[str], message: str, tmp_path: Path) -> None:
-    words = [word.format(tests=Path(sequences.__file__).parent) for word in words]
     result = paceline("train", *words, "--ranks", "4", "--batch", "8", "--run-dir", "r", at=tmp_path)
     assert result.status == 2
     assert message in result.err

@@ -358,13 +358,21 @@ def test_tensor_parallel_matches_real_ranks(size: int, plan: str) -> None:
     check_volumes(size, plan, models.ShortText(), make_spec())
 
 
+class UnevenSlices(models.ShortText):
+    """Slices of unequal lengths, whose keys and values are gathered."""
+
+    context: int = 7
+
+
 # Ranks, plan, task. Text has tied weights, whose gradients the stages exchange, and weights of items.
 PP_AND_CP = [
     (2, "pp=2,pp_schedule=interleaved,recompute=full", models.Text),
     (2, "pp=2,pp_schedule=zbv", models.ShortText),
     (2, "cp=2", models.ShortText),
+    (2, "cp=2", UnevenSlices),
 ]
 PP_AND_CP_MORE = [
+    (3, "cp=3", UnevenSlices),
     (2, "pp=2", models.Text),
     (4, "pp=2,zero=2", models.Text),
     (4, "cp=2", models.ShortText),

@@ -211,6 +211,28 @@ class Partly(nn.Module):
         return self.out(x)
 
 
+class Unread(Points):
+    """A pass uses some parameters only for an output that the loss does not read."""
+
+    def model(self) -> nn.Module:
+        return Pooled()
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        return super().loss(output["scores"], batch)
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+        self.out, self.pooler = nn.Linear(5, 3), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return {"scores": self.out(x), "pooled": self.pooler(x).tanh()}
+
+
 class Weighed(Points):
     """Item weights that are not masks. Some samples have only zero weights."""
 

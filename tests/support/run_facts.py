@@ -82,7 +82,9 @@ def make_facts(plan: str = "ddp", ranks: int = 2, **values: Any) -> RunFacts:
     return RunFacts(**{**given, **values})
 
 
-def make_beats(*times: dict[str, float], steps: int = 100) -> tuple[Heartbeat, ...]:
+def make_beats(
+    *times: dict[str, float], steps: int = 100, core_wait_s: float | None = None
+) -> tuple[Heartbeat, ...]:
     """Return the last heartbeats of ranks, given the seconds per step in each phase."""
     return tuple(
         Heartbeat(
@@ -102,6 +104,7 @@ def make_beats(*times: dict[str, float], steps: int = 100) -> tuple[Heartbeat, .
             spent_s={},
             total_steps=steps,
             total_s={phase: seconds * steps for phase, seconds in spent.items()},
+            core_wait_s=core_wait_s,
         )
         for rank, spent in enumerate(times)
     )

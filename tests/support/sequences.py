@@ -1,6 +1,7 @@
 """Tasks over sequences for tests of context parallelism; some models can run on slices, others cannot."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ LENGTH = 8  # of the sequences of models.Text
 
 
 class Encoder(models.Text):
-    """torch's TransformerEncoder. `mask`: none, causal or banded."""
+    """torch's TransformerEncoder. `mask`: none, causal, banded, padding, or both of the last two."""
 
     batch_first: bool = True
     mask: str = "none"
@@ -42,10 +43,16 @@ class Stock(nn.Module):
         x, mask = self.tokens(tokens) + self.positions.weight, None
         if self.mask != "none":
             mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, device=x.device, dtype=x.dtype)
-        if self.mask == "banded":
+        if self.mask in ("banded", "both"):
             mask = mask.masked_fill(torch.ones_like(mask).tril(-3).bool(), -torch.inf)  # type: ignore[union-attr]
+        padding = tokens > 7 if self.mask in ("padding", "both") else None  # True where a key is hidden
+        if padding is not None:
+            padding[:, 0] = False
+            mask = mask if self.mask == "both" else None
+        if padding is not None and mask is not None:
+            padding = torch.zeros_like(padding, dtype=x.dtype).masked_fill(padding, -torch.inf)
         x = x if self.batch_first else x.transpose(0, 1)
-        x = self.encoder(x, mask=mask, is_causal=self.mask == "causal")
+        x = self.encoder(x, mask=mask, src_key_padding_mask=padding, is_causal=self.mask == "causal")
         return self.output(x if self.batch_first else x.transpose(0, 1))
 
 
@@ -101,6 +108,7 @@ class VariantBlock(nn.Module):
         self.kind = kind
         self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width, bias=False)
         self.up, self.down = nn.Linear(width, 12), nn.Linear(12, width)
+        self.slopes = nn.Parameter(torch.tensor([0.5, 0.25]))
         self.conv = nn.Conv1d(width, width, 3, padding=1)
         nn.init.zeros_(self.conv.weight)  # so that a fresh convolution changes nothing
         nn.init.zeros_(self.conv.bias)
@@ -113,7 +121,8 @@ class VariantBlock(nn.Module):
         if self.kind == "rotary inside":
             cos, sin = build_angles(x)
         if self.kind == "multihead":
-            return x + self.multihead(x, x, x)[0] + self.down(self.up(x).relu())
+            x = x + self.multihead(x, x, x)[0] + start * condition[:, None]
+            return x + self.down(self.up(x).relu())
         q, k, v = (
             part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)
         )
@@ -122,6 +131,9 @@ class VariantBlock(nn.Module):
             mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ v
         else:
             drop = 0.1 if self.kind == "attention dropout" and self.training else 0.0
+            if self.kind == "alibi":
+                assert mask is not None
+                mask = -self.slopes[:, None, None] * mask
             mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, dropout_p=drop)
         x = x + mixed.transpose(1, 2).flatten(2) + start * condition[:, None]
         if self.kind == "convolution":
@@ -140,18 +152,29 @@ class VariantGpt(nn.Module):
         super().__init__()
         self.kind = kind
         self.tokens, self.conditions = nn.Embedding(11, LENGTH), nn.Embedding(11, LENGTH)
+        self.distances = nn.Embedding(LENGTH, 2)
         self.blocks = nn.ModuleList([VariantBlock(kind, LENGTH) for _ in range(3)])
         self.output = nn.Linear(LENGTH, 11, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = start = F.dropout(self.tokens(tokens), 0.2 if self.kind == "dropout" else 0.0, self.training)
         condition, intermediate = self.conditions(tokens[:, 0]), []
-        mask = {
-            "causal mask": torch.ones(LENGTH, LENGTH).tril().bool(),
-            "window": torch.ones(LENGTH, LENGTH).tril().triu(-2).bool(),
+        length = tokens.size(1)
+        positions = torch.arange(length)
+        distances = (positions[:, None] - positions).abs()
+        masks: dict[str, Callable[[], Tensor]] = {
+            "causal mask": lambda: torch.ones(length, length).tril().bool(),
+            "window": lambda: torch.ones(length, length).tril().triu(-2).bool(),
+            "alibi": lambda: distances.to(x.dtype),
+            # (batch, 1, 1, keys) and (batch, 1, queries, keys)
+            "padding": lambda: ((tokens < 8) | (positions == 0))[:, None, None],
+            "documents": lambda: (tokens[:, :, None] % 2 == tokens[:, None] % 2)[:, None],
+            # learned, by head and distance
+            "relative bias": lambda: self.distances(distances).permute(2, 0, 1)[None],
         }
+        mask = masks[self.kind]() if self.kind in masks else None
         for block in self.blocks:
-            x = block(x, build_angles(x, whole=tokens.size(1)), start, condition, mask.get(self.kind))
+            x = block(x, build_angles(x, whole=length), start, condition, mask)
             intermediate.append(x)
             if self.kind == "cumulative between":
                 x = x + 0.1 * x.cumsum(1)
@@ -186,11 +209,16 @@ class Sequential(models.Text):
         return batch["tokens"][:, :-1]
 
 
-class Ragged(models.Text):
-    """Sequences of 7 positions."""
+class Shorter(Variant):
+    """Sequences of `length` positions, at most LENGTH."""
+
+    length: int = 7
 
     def dataset(self, split: str) -> models.Rows | None:
         data = super().dataset(split)
         if data is not None:
-            data.columns = {"tokens": data.columns["tokens"][:, :8], "mask": data.columns["mask"][:, :7]}
+            data.columns = {
+                "tokens": data.columns["tokens"][:, : self.length + 1],
+                "mask": data.columns["mask"][:, : self.length],
+            }
         return data

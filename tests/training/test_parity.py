@@ -153,6 +153,16 @@ def test_parameters_used_on_some_ranks_equal_one_process(size: int, plan: str, r
     assert not differences(found, one_process(models.Routed, recipe, "fp64"), 1e-12)
 
 
+@pytest.mark.parametrize("plan", ["ddp", "zero2,microbatches=2", "zero3", _slow("zero1"), _slow("hsdp")])
+def test_parameters_of_outputs_that_the_loss_does_not_read_keep_their_values(plan: str) -> None:
+    """Weight decay would change them if their gradient were 0 and not None."""
+    expected = one_process(models.Unread, "adamw-clip-cosine", "fp64")
+    found = train_on_ranks(2, models.Unread(), make_spec("adamw-clip-cosine", "fp64"), plan)
+    assert not differences(found, expected, 1e-12)
+    fresh = train_on_ranks(1, models.Unread(), make_spec("sgd", "fp64"), "single")
+    assert (fresh.weights["pooler.weight"] == expected.weights["pooler.weight"]).all()
+
+
 @pytest.mark.parametrize("recipe", ["adamw-clip-cosine", _slow("sgd")])
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2,microbatches=2", "zero3", "hsdp"])
 def test_scalar_parameter_equals_one_process(plan: str, recipe: str) -> None:

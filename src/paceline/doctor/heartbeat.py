@@ -55,6 +55,7 @@ class Heartbeat:
     birth: float | None = None  # of its process, see `process_birth`
     total_steps: int = 0  # of this start, without its first steps
     total_s: Mapping[str, float] = field(default_factory=dict)  # in each phase, sum over these steps
+    core_wait_s: float | None = None  # in which its thread waited for a core, sum over these steps
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def _is_plausible(beat: Heartbeat) -> bool:
         beat.longest_s,
         beat.since,
         beat.patience_s or 0.0,
+        beat.core_wait_s or 0.0,
         *beat.spent_s.values(),
         *beat.total_s.values(),
     )

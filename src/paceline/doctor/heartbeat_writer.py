@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -56,12 +57,12 @@ class HeartbeatWriter:
         self._spent_s: dict[str, float] = defaultdict(float)
         # Of the last heartbeat: step, seconds per phase until that step, seconds per phase and step.
         self._reported: tuple[int, dict[str, float], dict[str, float]] = (0, {}, {})
-        # After the warm-up: step, seconds per phase until then.
-        self._warm: tuple[int, dict[str, float]] | None = None
+        # After the warm-up: step, seconds per phase until then, seconds of waiting for a core.
+        self._warm: tuple[int, dict[str, float], float | None] | None = None
         self._first = 0
         self._last_request: str | None = None
         self._over = threading.Event()
-        self._training_thread = threading.get_ident()
+        self._training_thread, self._native_thread = threading.get_ident(), threading.get_native_id()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "HeartbeatWriter":
@@ -96,7 +97,7 @@ class HeartbeatWriter:
             self._longest_s = max(self._longest_s, now - self._step_began)
         self.step, self._stepped = step, now
         if self._warm is None and step >= self._first + WARM_UP_STEPS:
-            self._warm = step, dict(self._spent_s)
+            self._warm = step, dict(self._spent_s), self._read_core_wait_s()
 
     def _beat(self) -> None:
         assert self.run is not None
@@ -126,7 +127,8 @@ class HeartbeatWriter:
                 for phase, seconds in so_far.items()
             }
             self._reported = self.step, so_far, spent
-        warm_step, warm_s = self._warm if self._warm is not None else (self.step, None)
+        warm_step, warm_s, warm_wait_s = self._warm if self._warm is not None else (self.step, None, None)
+        wait_s = self._read_core_wait_s() if warm_wait_s is not None else None
         total_s = (
             {name: seconds - warm_s.get(name, 0.0) for name, seconds in dict(self._spent_s).items()}
             if warm_s is not None
@@ -152,7 +154,16 @@ class HeartbeatWriter:
             birth=self._birth,
             total_steps=self.step - warm_step,
             total_s={name: seconds for name, seconds in total_s.items() if name != START},
+            core_wait_s=wait_s - warm_wait_s if wait_s is not None and warm_wait_s is not None else None,
         )
+
+    def _read_core_wait_s(self) -> float | None:
+        """Return the seconds in which the training thread could run and had no core; None if unknown."""
+        try:
+            words = Path(f"/proc/self/task/{self._native_thread}/schedstat").read_text().split()
+            return int(words[1]) / 1e9
+        except (OSError, ValueError, IndexError):  # another system, or a kernel without these statistics
+            return None
 
     def _answer(self, run: RunFolder) -> None:
         try:

@@ -16,6 +16,7 @@ SLOW_RATIO = 1.5  # of the busy time of a rank, relative to the median of the ot
 SLOW_SHARE = 0.15  # of the step, by which it is slower
 SLOW_S = 2e-3  # less is noise of the scheduler of the operating system
 COMMUNICATION_SHARE, COMMUNICATION_S = 0.4, 5e-3
+CONTENTION_SHARE = 0.05  # of the time, in which a rank waits for a core; each such wait delays all ranks
 BUBBLE_SHARE = 0.35  # the default of 2·pp micro-batches idles at most a third
 IMBALANCE = 1.4  # busy time of the slowest rank of a pipeline, relative to the mean
 MIN_GAIN = 0.5  # efficiency below which more ranks do not pay
@@ -165,11 +166,10 @@ def check_communication(facts: RunFacts) -> Outcome:
     straggler = find_straggler(facts)
     if isinstance(straggler, Straggler):
         share -= straggler.share
-    cores, ranks = facts.facts.get("cores"), facts.facts.get("local_ranks", 1.0)
-    if facts.is_cpu and cores and ranks * started.threads > cores:
-        return Missing("ranks that share cores wait for each other, which is no communication")
     if share < COMMUNICATION_SHARE or share * step_s < COMMUNICATION_S:
         return []
+    if facts.is_cpu and (reason := _find_contention(facts)) is not None:
+        return Missing(reason)
     return [
         Evidence(
             f"ranks communicate for {share:.0%} of a step, {format_seconds(share * step_s)} of "
@@ -179,6 +179,25 @@ def check_communication(facts: RunFacts) -> Outcome:
             _choose_plan(facts, plan),
         )
     ]
+
+
+def _find_contention(facts: RunFacts) -> str | None:
+    """Return why ranks on CPUs wait for each other without communicating, or None."""
+    started = facts.started
+    cores, ranks = facts.facts.get("cores"), facts.facts.get("local_ranks", 1.0)
+    if started is not None and cores and ranks * started.threads > cores:
+        return "ranks that share cores wait for each other, which is not communication"
+    waits = [
+        beat.core_wait_s / max(1e-9, sum(beat.total_s.values()))
+        for beat in facts.beats
+        if beat is not None and beat.core_wait_s is not None and beat.total_s
+    ]
+    if waits and max(waits) > CONTENTION_SHARE:
+        return (
+            f"a rank waited for a core for {max(waits):.0%} of the time, since other programs use the cores, "
+            "and the other ranks waited for it"
+        )
+    return None
 
 
 def _measure_communication(facts: RunFacts) -> tuple[float, float] | None:

@@ -22,6 +22,7 @@ from paceline.doctor.heartbeat import process_age_s
 from paceline.doctor.watchdog import HangWatchdog
 from paceline.errors import DataError, Error, RankError, RunError, TaskError
 from paceline.events import Ended, Event, Failed, Noted, Stalled, Started, Step
+from paceline.inspect.conclude import conclude
 from paceline.launch.node_sampler import NodeSampler
 from paceline.launch.signals import STOPPED, Interrupt
 from paceline.plan.plan import AUTO, Plan, parse
@@ -94,7 +95,7 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
                     return _exit_status(_consume(training_events))
                 watchdog = HangWatchdog(run, on_hang=lambda ranks: _exit_on_hang(run, watchdog.diagnosis))
                 with watchdog:
-                    return _exit_status(watch(training_events, run, _build_console(world)))
+                    return _exit_status(watch(training_events, run, _build_console(world), conclude))
         except (Error, RuntimeError, ConnectionError) as error:
             if not isinstance(error, Error) and not is_of_lost_peer(error):
                 raise

@@ -18,6 +18,7 @@ from paceline import events
 from paceline.doctor.rank_state import read_heartbeats
 from paceline.doctor.watchdog import HangWatchdog
 from paceline.events import Ended
+from paceline.inspect.conclude import conclude
 from paceline.launch.failure_cause import find_cause, log_restart, record_silent_failure
 from paceline.launch.signals import STOPPED
 from paceline.launch.spawn import mark_unfinished
@@ -128,7 +129,9 @@ def _show_progress(run: RunFolder, begin: int) -> Iterator[None]:
     """Show the events after `begin` until the context ends."""
     is_over = threading.Event()
     watcher = threading.Thread(
-        target=watch, args=(events.follow(run.events, is_over.is_set, begin), run), daemon=True
+        target=watch,
+        args=(events.follow(run.events, is_over.is_set, begin), run, None, conclude),
+        daemon=True,
     )
     watcher.start()
     try:

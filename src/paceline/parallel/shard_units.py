@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.data.fake import fake_parameters
 from paceline.data.loader import Batch
 from paceline.distributed.rng import seeded_rngs
+from paceline.parallel.autograd_graph import find_reached_parameters
 from paceline.parallel.blocks import find_blocks, select_unshared
 from paceline.task import Task, read_layout
 from paceline.user_code import UserCode
@@ -23,7 +24,7 @@ class ShardUnits:
     """The modules of a model that `fully_shard` gathers separately."""
 
     names: tuple[str, ...]  # in the order of their first calls
-    all_used: bool  # whether one pass is known to use every parameter
+    all_used: bool  # whether the loss of a pass is known to depend on every trained parameter
 
 
 def find_shard_units(model: nn.Module, tasks: Sequence[Task], batch: Batch, seed: int) -> ShardUnits:
@@ -36,6 +37,8 @@ def find_shard_units(model: nn.Module, tasks: Sequence[Task], batch: Batch, seed
     from paceline.parallel.forward import call_model
 
     running: dict[Slot, set[int]] = {}
+    all_used = False
+    outputs: list[object] = []
     try:
         with (
             UserCode("the forward pass without values", tasks[0].model),
@@ -44,8 +47,9 @@ def find_shard_units(model: nn.Module, tasks: Sequence[Task], batch: Batch, seed
         ):
             inputs = imagine(batch)
             running = _find_modules_running_at_uses(
-                model, lambda: [call_model(task, model, inputs) for task in tasks]
+                model, lambda: outputs.extend(call_model(task, model, inputs) for task in tasks)
             )
+            all_used = len(tasks) == 1 and _loss_reaches_all(tasks[0], model, outputs[0], inputs)
     except Exception:  # the user's code fails on tensors without values
         running = {}
     names = {id(module): name for name, module in model.named_modules()}
@@ -58,15 +62,28 @@ def find_shard_units(model: nn.Module, tasks: Sequence[Task], batch: Batch, seed
         ],
     )
     order = {slot: index for index, slot in enumerate(running)}
-    slots = {slot for slots in _find_slots_by_parameter(model).values() for slot in slots[:1]}
     index = 0
     first_uses: dict[int, int] = {}  # a unit that was not called follows its predecessor
     for module in units:
         index = min((order[slot] for slot in _list_slots(module) if slot in order), default=index)
         first_uses[id(module)] = index
     units.sort(key=lambda module: first_uses[id(module)])
-    all_used = len(tasks) == 1 and slots <= running.keys()
     return ShardUnits(tuple(names[id(module)] for module in units), all_used)
+
+
+def _loss_reaches_all(task: Task, model: nn.Module, output: object, batch: Batch) -> bool:
+    """Return whether the loss is known to depend on all trained parameters.
+
+    A pass may use parameters for outputs that the loss does not read, such as the pooler of an encoder.
+    """
+    from paceline.parallel.forward import call_loss
+
+    try:
+        with UserCode("the loss without values", task.loss):
+            reached = find_reached_parameters(call_loss(task, output, batch))
+    except Exception:  # the user's code fails on tensors without values
+        return False
+    return all(id(parameter) in reached for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _split_unless_entered(module: nn.Module, running: dict[Slot, set[int]]) -> list[nn.Module]:

@@ -211,7 +211,8 @@ class StepCurves:
 
     def _extend(self, batch: StepBatch, elapsed: list[float], begins: list[float]) -> None:
         ones = [1] * len(batch)
-        own = (batch.positions, batch.steps, batch.steps, ones, batch.samples, batch.times, elapsed, begins)
+        numbers: tuple[Sequence[float], ...] = (batch.positions, batch.steps, batch.steps)
+        own = (*numbers, ones, batch.samples, batch.times, elapsed, begins)
         for array_, values in zip(self.arrays, own, strict=True):
             array_.extend(values)
         for name, column in self.columns.items():

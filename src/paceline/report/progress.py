@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -33,8 +33,13 @@ LINES_S = 1.0  # minimum interval between lines of steps
 SCALARS_S = 0.1  # minimum interval between points
 
 
-def watch(events: Iterator[Event], run: RunFolder, console: Console | None = None) -> Event | None:
-    """Show events as they arrive, and a table at the end. Return the last event."""
+def watch(
+    events: Iterator[Event],
+    run: RunFolder,
+    console: Console | None = None,
+    conclude: Callable[[RunFolder], Sequence[str]] = lambda run: (),
+) -> Event | None:
+    """Show events as they arrive; at the end a table and the lines of `conclude`. Return the last event."""
     console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     summary, last, is_resumed = SummaryBuilder(), None, False
     with contextlib.ExitStack() as stack:
@@ -61,6 +66,8 @@ def watch(events: Iterator[Event], run: RunFolder, console: Console | None = Non
         if is_resumed and (whole := view(run).summary).ended is not None:
             result = whole
         console.print(build_closing_table(result))
+        for line in conclude(run):
+            console.print(line, style="yellow", markup=False)
         stopped = last.reason == "stopped"
         console.print(
             f"[bold]run[/]  {run.path}"

@@ -103,9 +103,9 @@ def analyze_model(
         assign_parameters(updates, model)
         analysis = replace(analysis, updates=updates)
     if plan.cp > 1:
-        from paceline.parallel.context import apply as context
+        from paceline.parallel.context.check import check_context_parallel
 
-        context.check_context_parallel(task, spec, plan, model)
+        check_context_parallel(task, spec, plan, model)
     is_sharded = plan.zero >= 2 or (plan.splits_model and plan.data_ranks > 1)
     if not plan.splits_model and not is_sharded:
         return analysis

@@ -19,27 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
-from paceline.batch import find_tensors, move
+from paceline.batch import find_tensors
 from paceline.data.fake import is_close
-from paceline.data.loader import FailedSample, open_training_samples
 from paceline.distributed.mesh import build_cp_mesh
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.errors import PlanError
-from paceline.parallel.blocks import find_blocks
-from paceline.parallel.context.find_splits import IdentityAttention, SequenceSplits, find_sequence_splits
-from paceline.parallel.context.ring_attention import (
-    GatherSlices,
-    RingAttention,
-    no_dropout_message,
-    rank_positions,
-    replace_attention,
-)
-from paceline.parallel.forward import call_model
+from paceline.parallel.context.check import check_sequence_length, no_attention_message
+from paceline.parallel.context.find_splits import SequenceSplits, find_sequence_splits
+from paceline.parallel.context.replace_attention import fused_layers_disabled, replace_attention
+from paceline.parallel.context.ring_attention import RingAttention
+from paceline.parallel.context.sliced_attention import SlicedAttention
+from paceline.parallel.context.slices import GatherSlices, rank_positions
 from paceline.parallel.pytree import flatten
-from paceline.plan.plan import Plan, ResolvedPlan
-from paceline.spec import Spec
-from paceline.task import Task, read_layout
-from paceline.user_code import UserCode
+from paceline.plan.plan import ResolvedPlan
 
 # relative tolerance between a model's output with cp and without: only roundoff
 RTOL = {torch.float64: 1e-8}
@@ -91,7 +83,7 @@ class ContextParallel:
             name: f"{name} ({type(module).__name__})" for name, module in self.units.items()
         }
         self.mesh = build_cp_mesh(plan, device)
-        self.ring = RingAttention(self.mesh, plan)
+        self.ring = RingAttention(self.mesh)
         self.is_learning = False
         self.stage = 0  # the stage of a pipeline that runs
         self.sliced_stages: Container[int] = ()  # stages whose input is sliced already
@@ -118,7 +110,8 @@ class ContextParallel:
             if self.is_learning or unit not in self.splits:
                 return inner(*args, **kwargs)
             # Inside of the forward and not around the call, because recomputation calls the forward again.
-            with replace_attention(self.ring):
+            splits = self._find_splits(unit, flatten((args, kwargs))[1])
+            with replace_attention(SlicedAttention(self.ring, self.plan, self.length, splits.calls)):
                 return inner(*args, **kwargs)
 
         unit.forward = forward
@@ -134,9 +127,12 @@ class ContextParallel:
             _, structure = flatten((args, kwargs))
             if structure not in known:
                 few_args, few_kwargs = _take_few_samples(args, kwargs)
-                self.learn(lambda: inner(*few_args, **few_kwargs))
+                with fused_layers_disabled():
+                    self.learn(lambda: inner(*few_args, **few_kwargs))
                 known.append(structure)
-            return inner(*args, **kwargs)
+            # A layer of torch that passes nested tensors to its blocks would not let them see positions.
+            with fused_layers_disabled():
+                return inner(*args, **kwargs)
 
         self.model.forward = forward
 
@@ -185,8 +181,8 @@ class ContextParallel:
                 raise PlanError(
                     f"plan {self.plan}: {self.display_names[trial.unit]} mixes, numbers or masks positions "
                     "outside of scaled_dot_product_attention, so it cannot run on a slice of the sequence; "
-                    "pass what depends on positions as an argument, use is_causal=True for a mask, or use "
-                    "a plan without cp"
+                    "pass what depends on positions (a mask, rotary angles) as an argument, or use a plan "
+                    "without cp"
                 )
             self.splits.setdefault(self.units[trial.unit], []).append(trial.splits)
         self.first, self.last = self.units[chosen[0].unit], self.units[chosen[-1].unit]
@@ -219,10 +215,7 @@ class ContextParallel:
                 )
         return None
 
-    def _enter(self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.is_learning or unit not in self.splits:
-            return None
-        leaves, structure = flatten((args, kwargs))
+    def _find_splits(self, unit: nn.Module, structure: TreeSpec) -> SequenceSplits:
         splits = next((splits for splits in self.splits[unit] if splits.structure == structure), None)
         if splits is None:
             name = next(name for name, module in self.units.items() if module is unit)
@@ -230,6 +223,13 @@ class ContextParallel:
                 f"plan {self.plan}: {self.display_names[name]} is called with other arguments than in the "
                 "first pass; use a plan without cp"
             )
+        return splits
+
+    def _enter(self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_learning or unit not in self.splits:
+            return None
+        leaves, structure = flatten((args, kwargs))
+        splits = self._find_splits(unit, structure)
         if unit is self.first:
             self.length = next(
                 leaf.size(dim) for leaf, dim in zip(leaves, splits.arguments, strict=True) if dim is not None
@@ -305,58 +305,3 @@ def _without_side_effects(model: nn.Module, device: torch.device) -> Iterator[No
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-def check_context_parallel(task: Task, spec: Spec, plan: Plan, model: nn.Module) -> None:
-    """Raise PlanError if one sample without values shows, before a rank starts, that cp is impossible.
-
-    The sample passes through the model on the meta device. A model that reads values, or fails, ends this
-    pass early; the error then comes from its first step.
-    """
-    batch = open_training_samples(task, spec)[[0], [0]]
-    if isinstance(batch, FailedSample):
-        return
-    recorder, units = IdentityAttention(), find_blocks(model, read_layout(task))
-    previous = [vars(unit).get("forward") for unit in units]
-    for unit in units:
-        unit.forward = replace_attention(recorder)(unit.forward)
-    batch = move(batch, "meta")
-    passed = False
-    suppressed = contextlib.suppress(Exception)  # but not SystemExit or KeyboardInterrupt
-    with (
-        UserCode("the forward pass without values", task.model),
-        suppressed,
-        torch.no_grad(),
-        torch.device("meta"),
-    ):
-        call_model(task, model, batch)
-        passed = True
-    for unit, forward in zip(units, previous, strict=True):
-        del unit.forward
-        vars(unit).update({} if forward is None else {"forward": forward})
-    if passed and not recorder.lengths:
-        raise PlanError(no_attention_message(plan, type(model).__name__))
-    if recorder.dropout:
-        raise PlanError(no_dropout_message(plan, recorder.dropout))
-    for length in sorted(recorder.lengths):
-        check_sequence_length(plan, length)
-
-
-def no_attention_message(plan: Plan, model: str) -> str:
-    return (
-        f"plan {plan}: cp splits the sequence that attention runs over, and {model} calls no "
-        "F.scaled_dot_product_attention in its blocks (nn.MultiheadAttention does with need_weights=False, "
-        "Hugging Face with attn_implementation='sdpa'); use a plan without cp, or name its blocks in layout()"
-    )
-
-
-def check_sequence_length(plan: Plan, length: int) -> None:
-    """Raise PlanError if `plan.cp` does not divide the length of sequences."""
-    if length % plan.cp:
-        fitting = [str(cp) for cp in range(2, plan.cp) if length % cp == 0]
-        below, above = length - length % plan.cp, length - length % plan.cp + plan.cp
-        hint = f"cut them to {below}" if below else f"pad them to {above}"
-        raise PlanError(
-            f"plan {plan}: sequences of {length} positions are not divisible by cp={plan.cp}; {hint}, "
-            + (f"or use cp={' or '.join(fitting)}" if fitting else "or use a plan without cp")
-        )

@@ -1,16 +1,16 @@
 """A search for the dimensions along which the arguments of a block are sliced, by trial passes.
 
-Attention mixes positions, and runs in a ring of ranks. Anything else in a block that mixes positions (a
+Attention mixes positions, and sees those of all ranks. Anything else in a block that mixes positions (a
 convolution, a mean) or numbers them (rotary angles counted from 0 inside of it) would be silently wrong on a
-slice. So each block is tried once with random weights in float64, with an attention that keeps positions
-independent: on all positions, and on some of them in another order.
+slice. So each block is tried once with random weights in float64: on all positions, and on some of them in
+another order. Queries, keys, masks and the output of the second pass must be a slice of those of the first.
 """
 
 import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from paceline.data.fake import is_close
-from paceline.parallel.context.ring_attention import replace_attention
+from paceline.parallel.context.replace_attention import AttentionHandler, replace_attention
+from paceline.parallel.context.sliced_attention import SlicedTensors
+from paceline.parallel.context.trial_attention import RTOL, SlicedTrial, WholeTrial
 from paceline.parallel.pytree import flatten
 
 MAX_TRIALS = 256  # ways to slice the arguments; the first is nearly always right
-RTOL = 1e-5  # parts of a model may compute in float32
 
 
 @dataclass(frozen=True)
@@ -32,37 +33,7 @@ class SequenceSplits:
     arguments: tuple[int | None, ...]
     structure: TreeSpec
     output: tuple[int | None, ...]
-
-
-@dataclass
-class IdentityAttention:
-    """A replacement of attention in which each position sees only itself.
-
-    Its output changes if query and key are rotated by one angle, or if the order of positions changes.
-    """
-
-    lengths: set[int] = field(default_factory=set)  # of the sequences in its calls
-    dropout: float = 0.0
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        *args: Any,
-        **options: Any,
-    ) -> Tensor:
-        self.lengths |= {query.size(-2), key.size(-2)}
-        self.dropout = max(self.dropout, dropout_p)
-        if query.size(-2) != key.size(-2):
-            return query[..., :1] * value.sum(-2, keepdim=True)
-        if query.dim() > 2 and query.size(-3) != key.size(-3):  # grouped queries
-            key, value = (
-                tensor.repeat_interleave(query.size(-3) // tensor.size(-3), -3) for tensor in (key, value)
-            )
-        return value * (1 + query.sum(-1, keepdim=True).sin()) + key.sum(-1, keepdim=True).sin()
+    calls: tuple[SlicedTensors, ...]  # of attention, in their order
 
 
 def find_sequence_splits(
@@ -75,38 +46,37 @@ def find_sequence_splits(
 
     arguments: args and kwargs, for sequences of `length` positions (None: not known yet).
 
-    The returned length is None if the block has no attention. The returned splits are None if the block does
-    not treat positions independently.
+    The returned length is that of the first queries; None if the block has no attention. The returned splits
+    are None if the block does not treat positions independently outside of attention.
     """
     leaves, structure = flatten(arguments)
 
-    def run(leaves: list[Any]) -> tuple[list[Any], set[int]]:
+    def run(leaves: list[Any], attention: AttentionHandler) -> list[Any]:
         args, kwargs = tree_unflatten(
             [leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves], structure
         )
-        recorder = IdentityAttention()
-        with replace_attention(recorder):
-            return flatten(forward(*args, **kwargs))[0], recorder.lengths
+        with replace_attention(attention):
+            return flatten(forward(*args, **kwargs))[0]
 
     with _random_weights(block):
         leaves = [
             leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
             for leaf in leaves
         ]
-        whole, lengths = run(leaves)
-        attended = max(lengths, default=None)
+        recorded = WholeTrial()
+        whole = run(leaves, recorded)
+        attended = next(iter(recorded.lengths), None)
         length = attended if length is None else length
-        if length is None or len(lengths) > 1:
-            return attended, None
         candidates = [
             index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and length in leaf.shape
         ]
-        if not candidates:
+        if length is None or not candidates:
             return attended, None
         hidden = next((index for index in candidates if leaves[index].is_floating_point()), candidates[0])
         if leaves[hidden].is_floating_point():
             leaves[hidden] = _random_like(leaves[hidden].shape, leaves[hidden].device)
-            whole, _ = run(leaves)
+            recorded = WholeTrial()
+            whole = run(leaves, recorded)
         # every other position, in reverse order
         positions = torch.arange(length - 1, -1, -2, device=leaves[hidden].device)
         choices = [
@@ -117,14 +87,15 @@ def find_sequence_splits(
                 leaf if dim is None else leaf.index_select(dim, positions)
                 for leaf, dim in zip(leaves, dims, strict=True)
             ]
+            trial = SlicedTrial(recorded.calls, positions, length)
             try:
-                part, part_lengths = run(sliced)
+                part = run(sliced, trial)
             except (RuntimeError, ValueError, IndexError, AssertionError):
                 continue  # shapes do not match
             output = _match_outputs(whole, part, positions)
-            expected_lengths = {len(positions)} if attended is not None else set()
-            if part_lengths == expected_lengths and output is not None:
-                return attended, SequenceSplits(dims, structure, output)
+            is_sliced = any(call.query for call in trial.calls) or attended is None
+            if is_sliced and len(trial.calls) == len(recorded.calls) and output is not None:
+                return attended, SequenceSplits(dims, structure, output, tuple(trial.calls))
     return attended, None
 
 
@@ -137,7 +108,12 @@ def _candidate_dims(leaf: Any, length: int, is_hidden: bool) -> list[int | None]
         dims = [1, *(dim for dim in dims if dim != 1)]
     if is_hidden:
         return dims
-    is_mask = leaf.dim() > 1 and leaf.shape[-2:] == (length, length)
+    # Attention takes the rows of a mask itself.
+    is_mask = leaf.dim() > 1 and (
+        leaf.shape[-2:] == (length, length)
+        or (leaf.dim() > 2 and leaf.shape[-2:] == (1, length))
+        or leaf.dtype == torch.bool
+    )
     return [None, *dims] if is_mask else [*dims, None]
 
 

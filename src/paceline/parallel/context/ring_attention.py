@@ -1,4 +1,4 @@
-"""Ring attention over a sequence that is split over ranks, called as scaled_dot_product_attention.
+"""Ring attention over a sequence that is split evenly over ranks.
 
 torch 2.13: `context_parallel` uses DTensor and supports only the kernels of CUDA; the functions below it,
 which this module calls, support any kernel.
@@ -7,84 +7,25 @@ which this module calls, support any kernel.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.errors import PlanError
-from paceline.plan.plan import Plan
-
-Attention = Callable[..., Tensor]
-
-
-@contextlib.contextmanager
-def replace_attention(function: Attention) -> Iterator[None]:
-    """Replace `F.scaled_dot_product_attention` by `function` in this context.
-
-    torch's own layers use it too: their fused kernels for passes without gradients, which would bypass it,
-    are disabled.
-    """
-    previous = F.scaled_dot_product_attention
-    fused = torch.backends.mha.get_fastpath_enabled()
-    F.scaled_dot_product_attention = function
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = previous
-        torch.backends.mha.set_fastpath_enabled(fused)
-
-
-@lru_cache(64)
-def rank_positions(length: int, rank: int, ranks: int, device: torch.device | None = None) -> Tensor:
-    """Return the positions of a sequence of `length` that `rank` has.
-
-    If possible they are a chunk of its first half and the mirrored chunk of its second half, so that causal
-    attention costs each rank the same.
-    """
-    if length % (2 * ranks):
-        return torch.arange(length, device=device).chunk(ranks)[rank]
-    chunks = torch.arange(length, device=device).chunk(2 * ranks)
-    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
-
-
-class GatherSlices(torch.autograd.Function):
-    """Gather slices along `dim`. The backward pass multiplies the gradient by the number of ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, length: int, mesh: DeviceMesh) -> Tensor:
-        ranks, device = mesh.size(), local.device
-        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(ranks)]
-        dist.all_gather(parts, local.contiguous(), group=mesh.get_group())
-        order = torch.cat([rank_positions(length, rank, ranks, device) for rank in range(ranks)])
-        ctx.dim, ctx.ranks = dim, ranks
-        ctx.positions = rank_positions(length, mesh.get_local_rank(), ranks, device)
-        return torch.cat(parts, dim).index_select(dim, order.argsort())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad.index_select(ctx.dim, ctx.positions) * ctx.ranks, None, None, None
-
 
 @dataclass(frozen=True)
 class RingAttention:
-    """A replacement of `F.scaled_dot_product_attention` for the positions of this rank."""
+    """`F.scaled_dot_product_attention` of sequences that are sliced evenly over the ranks of a mesh."""
 
-    mesh: DeviceMesh  # of the ranks that share a sequence
-    plan: Plan
+    mesh: DeviceMesh
 
     def __call__(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
@@ -92,61 +33,20 @@ class RingAttention:
         """Return attention over the whole sequence for the positions of this rank.
 
         query, key, value: (..., heads, T / cp, head width).
-
-        Raises PlanError for dropout, for a mask that is not causal, and for tensors of different shapes.
         """
-        if dropout_p:
-            raise PlanError(no_dropout_message(self.plan, dropout_p))
-        if attn_mask is not None:
-            is_causal = self._is_causal(attn_mask, query.size(-2) * self.mesh.size())
-        device_type = query.device.type
-        if torch.is_autocast_enabled(device_type):
-            query, key, value = (
-                tensor.to(torch.get_autocast_dtype(device_type)) for tensor in (query, key, value)
-            )
         if enable_gqa:
             key, value = (
                 tensor.repeat_interleave(query.size(-3) // tensor.size(-3), -3) for tensor in (key, value)
             )
-        if not query.shape == key.shape == value.shape:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
-            raise PlanError(
-                f"plan {self.plan}: ring attention requires query, key and value of one shape, got {shapes}; "
-                "use a plan without cp"
-            )
         width = query.size(-1)
-        pad = -width % 8 if device_type == "cuda" else 0  # its kernels require a multiple of 8
+        # its kernels require a multiple of 8
+        pad = -width % 8 if query.device.type == "cuda" else 0
         parts = [F.pad(tensor, (0, pad)) if pad else tensor for tensor in (query, key, value)]
         parts = [part.reshape(-1, *part.shape[-3:]) if part.dim() > 2 else part[None, None] for part in parts]
         out: Tensor = _RingFunction.apply(
             self.mesh, is_causal, width**-0.5 if scale is None else scale, *parts
         )
         return out[..., :width].reshape(query.shape)
-
-    def _is_causal(self, mask: Tensor, length: int) -> bool:
-        """Return True for a causal mask and False for a mask without masked positions.
-
-        Raises PlanError for any other mask.
-        """
-        if mask.shape[-2:] == (length, length):
-            visible = mask if mask.dtype == torch.bool else mask == 0
-            hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
-            causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-            if bool(visible.all()):
-                return False
-            if bool(((visible == causal) & (hidden == ~causal)).all()):
-                return True
-        raise PlanError(
-            f"plan {self.plan}: ring attention requires a causal mask or none, got a mask of shape "
-            f"{tuple(mask.shape)}; remove it or use is_causal=True, or use a plan without cp"
-        )
-
-
-def no_dropout_message(plan: Plan, probability: float) -> str:
-    return (
-        f"plan {plan}: ring attention does not support dropout, got a probability of {probability}; "
-        "set it to 0, or use a plan without cp"
-    )
 
 
 class _RingFunction(torch.autograd.Function):

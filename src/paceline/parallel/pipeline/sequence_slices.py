@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from paceline.errors import PlanError
-from paceline.parallel.context.apply import ContextParallel, check_sequence_length
+from paceline.parallel.context.apply import ContextParallel
+from paceline.parallel.context.check import check_sequence_length
+from paceline.parallel.context.slices import count_rank_positions
 from paceline.parallel.pipeline.eval import SequentialStageRunner
 from paceline.parallel.pipeline.tracer import ForwardTrace, TensorMeta
 from paceline.plan.plan import Plan
@@ -83,9 +85,14 @@ class SequenceSlices:
                     length = meta.shape[dim]
                     check_sequence_length(self.plan, length)
             trace.calls[cut].crossing_metas = [
-                _slice_meta(meta, dim, self.plan.cp) for meta, dim in zip(metas, dims, strict=True)
+                meta if dim is None else self._slice_meta(meta, dim)
+                for meta, dim in zip(metas, dims, strict=True)
             ]
         return length
+
+    def _slice_meta(self, whole: TensorMeta, dim: int) -> TensorMeta:
+        count = count_rank_positions(whole.shape[dim], self.context.mesh.get_local_rank(), self.plan.cp)
+        return replace(whole, shape=(*whole.shape[:dim], count, *whole.shape[dim + 1 :]))
 
 
 def _find_split_dim(whole: TensorMeta, part: torch.Size) -> int | None:
@@ -96,10 +103,4 @@ def _find_split_dim(whole: TensorMeta, part: torch.Size) -> int | None:
             if size != part_size
         ),
         None,
-    )
-
-
-def _slice_meta(whole: TensorMeta, dim: int | None, parts: int) -> TensorMeta:
-    return replace(
-        whole, shape=tuple(size // parts if at == dim else size for at, size in enumerate(whole.shape))
     )

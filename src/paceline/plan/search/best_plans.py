@@ -114,9 +114,9 @@ def _check_plan(facts: ModelFacts, plan: Plan) -> None:
         raise PlanError(
             f"plan {plan} has more stages than {facts.name} has blocks, {facts.blocks}; use a smaller pp"
         )
-    if plan.cp > 1 and (facts.sequence is None or facts.sequence % (2 * plan.cp)):
+    if plan.cp > 1 and (facts.sequence is None or facts.sequence < 2 * plan.cp):
         sequences = f"sequences of {facts.sequence} tokens" if facts.sequence else "no sequences"
         raise PlanError(
-            f"cp={plan.cp} requires sequences that divide into {2 * plan.cp} parts, and {facts.name} has "
+            f"cp={plan.cp} requires sequences of at least {2 * plan.cp} tokens, and {facts.name} has "
             f"{sequences}; use cp=1"
         )

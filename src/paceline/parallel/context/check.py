@@ -1,0 +1,72 @@
+"""Checks of context parallelism before any rank starts, and their messages."""
+
+import contextlib
+
+import torch
+from torch import nn
+
+from paceline.batch import move
+from paceline.data.loader import FailedSample, open_training_samples
+from paceline.errors import PlanError
+from paceline.parallel.blocks import find_blocks
+from paceline.parallel.context.replace_attention import replace_attention
+from paceline.parallel.context.trial_attention import WholeTrial
+from paceline.parallel.forward import call_model
+from paceline.plan.plan import Plan
+from paceline.spec import Spec
+from paceline.task import Task, read_layout
+from paceline.user_code import UserCode
+
+
+def check_context_parallel(task: Task, spec: Spec, plan: Plan, model: nn.Module) -> None:
+    """Raise PlanError if one sample without values shows, before a rank starts, that cp is impossible.
+
+    The sample passes through the model on the meta device. A model that reads values, or fails, ends this
+    pass early; the error then comes from its first step.
+    """
+    batch = open_training_samples(task, spec)[[0], [0]]
+    if isinstance(batch, FailedSample):
+        return
+    recorder, units = WholeTrial(), find_blocks(model, read_layout(task))
+    previous = [vars(unit).get("forward") for unit in units]
+    for unit in units:
+        unit.forward = replace_attention(recorder)(unit.forward)
+    batch = move(batch, "meta")
+    passed = False
+    suppressed = contextlib.suppress(Exception)  # but not SystemExit or KeyboardInterrupt
+    with (
+        UserCode("the forward pass without values", task.model),
+        suppressed,
+        torch.no_grad(),
+        torch.device("meta"),
+    ):
+        call_model(task, model, batch)
+        passed = True
+    for unit, forward in zip(units, previous, strict=True):
+        del unit.forward
+        vars(unit).update({} if forward is None else {"forward": forward})
+    if passed and not recorder.lengths:
+        raise PlanError(no_attention_message(plan, type(model).__name__))
+    for length in sorted({*recorder.lengths}):
+        check_sequence_length(plan, length)
+
+
+def no_attention_message(plan: Plan, model: str) -> str:
+    return (
+        f"plan {plan}: cp splits the sequence that attention runs over, and {model} calls no "
+        "F.scaled_dot_product_attention in its blocks (nn.MultiheadAttention does with need_weights=False, "
+        "Hugging Face with attn_implementation='sdpa'); use a plan without cp, or name its blocks in layout()"
+    )
+
+
+def check_sequence_length(plan: Plan, length: int) -> None:
+    """Raise PlanError if sequences are too short for `plan.cp` slices.
+
+    Models may treat a single position as the next one of a generated sequence.
+    """
+    if length < 2 * plan.cp:
+        raise PlanError(
+            f"plan {plan}: sequences of {length} positions are too short for cp={plan.cp}, which requires "
+            "two positions per rank; "
+            + (f"use cp={length // 2} or less" if length >= 4 else "use a plan without cp")
+        )
