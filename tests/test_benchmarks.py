@@ -21,6 +21,7 @@ SMALLEST = {
     "crowd": "--steps 3 --times 1",
     "heartbeat": "--steps 24 --times 1",
     "comms": "--ranks 4 --batch 4 --plan zero1",
+    "findings": "--recorded",
     "finetune": "--rounds 2 --starts 2 --tries 1 --steps 2 --block 2 --width 64 --layers 1 --vocabulary 300 "
     "--length 16 --batch 4 --words 2000",
     "global_loss": "--rounds 2",

@@ -41,6 +41,15 @@ def test_an_idle_gpu_in_a_recording(tmp_path: Path) -> None:
     assert isinstance(outcome_of("device-idle", few), Missing)
 
 
+def test_many_idle_gpus_are_named_in_four_lines(tmp_path: Path) -> None:
+    rows = {f"gpu{gpu} utilization [%]": [95.0 if gpu == 0 else 0.0] * 60 for gpu in range(8)}
+    facts = RunFacts(path=Path("gpu.csv"), windows=make_windows(tmp_path, rows))
+    found = outcome_of("device-idle", facts)
+    assert len(found) == 4
+    assert found[-1].sentence == "GPU 4 was idle (0 %) for the whole 1:00; so were 3 more GPUs"
+    assert sum(evidence.share for evidence in found) == pytest.approx(7 / 8)
+
+
 GPU_CASES = {
     "throttling": (
         {"gpu0 throttle [bits]": [64.0] * 40, "gpu0 clock sm [MHz]": [900.0] * 40},

@@ -5,16 +5,18 @@ They need no run, so that they also apply to recordings of nvidia-smi.
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from paceline.inspect.facts import RunFacts
-from paceline.inspect.finding import NOT_APPLICABLE, Evidence, Missing, Outcome
+from paceline.inspect.finding import NOT_APPLICABLE, Evidence, Missing, NotApplicable, Outcome
 from paceline.inspect.windows import Window
 from paceline.monitor.columns import throttle_reasons
 from paceline.units import format_seconds
 
 MIN_SAMPLES, MIN_SAMPLED_S = 10, 20.0
+MAX_NAMED = 4  # GPUs
 IDLE_PERCENT = 5.0  # of a sample: a display or a monitor uses up to a few percent
 IDLE_SHARE = 0.9  # of the samples, for a GPU that is not used at all
 STARVED_PERCENT = 40.0  # mean utilization below which a GPU waits most of the time
@@ -62,37 +64,49 @@ def _each_gpu(facts: RunFacts, find: Callable[[Gpu], Evidence | None], *needed: 
 
 def check_idle(facts: RunFacts) -> Outcome:
     """GPUs without work: for the whole time, or most of the time."""
-    if (
-        facts.started is not None
-        and facts.is_cpu
-        and facts.launch is not None
-        and facts.launch.device == "cpu"
-    ):
+    if facts.is_cpu and facts.launch is not None and facts.launch.device == "cpu":
         return NOT_APPLICABLE
+    outcome = _each_gpu(facts, _find_idle, "utilization")
+    return outcome if isinstance(outcome, Missing | NotApplicable) else _group_idle(outcome)
 
-    def find(gpu: Gpu) -> Evidence | None:
-        used = gpu.values("utilization")
-        idle = sum(value <= IDLE_PERCENT for value in used) / len(used)
-        mean = statistics.fmean(used)
-        values = {"gpu": gpu.number, "utilization": mean, "idle_share": idle, "samples": len(used)}
-        duration = format_seconds(gpu.window.duration_s)
-        if idle >= IDLE_SHARE:
-            num_gpus = len(gpu.window.gpus)
-            whole = idle == 1.0
-            time = f"the whole {duration}" if whole else f"{idle:.0%} of {duration}"
-            fix = f"give each GPU a rank: --ranks {num_gpus}, or request fewer GPUs"
-            return Evidence(f"{gpu.name} was idle ({mean:.0f} %) for {time}", values, idle / num_gpus, fix)
-        if mean < STARVED_PERCENT:
-            return Evidence(
-                f"{gpu.name} worked for {mean:.0f} % of {duration} and waited for the rest",
-                values,
-                1 - mean / 100,
-                "more workers read samples (--workers), a larger --batch, --compile, or fewer copies between "
-                "host and GPU",
-            )
-        return None
 
-    return _each_gpu(facts, find, "utilization")
+def _find_idle(gpu: Gpu) -> Evidence | None:
+    used = gpu.values("utilization")
+    idle = sum(value <= IDLE_PERCENT for value in used) / len(used)
+    mean = statistics.fmean(used)
+    values = {"gpu": gpu.number, "utilization": mean, "idle_share": idle, "samples": len(used)}
+    duration = format_seconds(gpu.window.duration_s)
+    if idle >= IDLE_SHARE:
+        num_gpus = len(gpu.window.gpus)
+        time = f"the whole {duration}" if idle == 1.0 else f"{idle:.0%} of {duration}"
+        fix = f"give each GPU a rank: --ranks {num_gpus}, or request fewer GPUs"
+        return Evidence(f"{gpu.name} was idle ({mean:.0f} %) for {time}", values, idle / num_gpus, fix)
+    if mean < STARVED_PERCENT:
+        return Evidence(
+            f"{gpu.name} worked for {mean:.0f} % of {duration} and waited for the rest",
+            values,
+            1 - mean / 100,
+            "more workers read samples (--workers), a larger --batch, --compile, or fewer copies between "
+            "host and GPU",
+        )
+    return None
+
+
+def _group_idle(found: Sequence[Evidence]) -> list[Evidence]:
+    """Return at most MAX_NAMED findings, the costly ones; the last says how many GPUs are like it."""
+    ordered = sorted(found, key=lambda evidence: -(evidence.share or 0.0))
+    if len(ordered) <= MAX_NAMED:
+        return list(found)
+    rest = ordered[MAX_NAMED - 1 :]
+    last = rest[0]
+    return [
+        *ordered[: MAX_NAMED - 1],
+        replace(
+            last,
+            sentence=f"{last.sentence}; so were {len(rest) - 1} more GPUs",
+            share=min(1.0, sum(evidence.share or 0.0 for evidence in rest)),
+        ),
+    ]
 
 
 def check_throttling(facts: RunFacts) -> Outcome:

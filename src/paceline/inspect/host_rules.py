@@ -2,11 +2,12 @@
 
 import itertools
 import statistics
+from typing import NamedTuple
 
 from paceline.inspect.facts import RunFacts
 from paceline.inspect.finding import Evidence, Missing, Outcome
 from paceline.inspect.windows import Window, block_medians
-from paceline.units import format_bytes, format_seconds
+from paceline.units import format_bytes, format_seconds, numbered
 
 MiB = 2**20
 MIN_SAMPLES = 15
@@ -15,6 +16,7 @@ WARM_UP_SHARE = 0.2  # of the samples: allocators and caches fill
 MIN_RISING = 8  # of the 9 differences between the parts
 GROWTH_MIB, GROWTH_SHARE = 48.0, 0.08  # of the memory of a rank
 LATE_GROWTH = 0.5  # growth of the second half relative to the first; a cache that fills levels off
+MAX_NAMED = 4  # ranks
 FULL_SHARE = 0.95
 OWN_SHARE = 0.2  # of the memory of a node that the ranks use, for its fullness to be theirs
 SWAP_MBPS, SWAP_SAMPLE_SHARE = 0.5, 0.1
@@ -26,29 +28,39 @@ def _no_samples(facts: RunFacts) -> Missing:
     return Missing(f"it needs {MIN_SAMPLES} samples of the node{facts.why_no_samples}")
 
 
+class Growth(NamedTuple):
+    """The memory of a rank, or of its workers, at the beginning and at the end of a time."""
+
+    rank: int
+    first_MiB: float
+    last_MiB: float
+    seconds: float
+
+    @property
+    def MiB_per_s(self) -> float:
+        return (self.last_MiB - self.first_MiB) / self.seconds
+
+
 def check_growth(facts: RunFacts) -> Outcome:
     """Memory of a rank, or of its workers, that grows steadily."""
     found: list[Evidence] = []
     was_checked = False
     for window in facts.windows:
-        for rank in window.ranks:
-            for column, owner in (
-                ("memory", f"rank {rank}"),
-                ("workers memory", f"the workers of rank {rank}"),
-            ):
-                series = window.timed(f"rank{rank} {column}")
-                was_checked |= len(series) >= MIN_SAMPLES
-                if len(series) >= MIN_SAMPLES and (evidence := _find_growth(series, owner, window)):
-                    found.append(evidence)
+        for column, owner in (("memory", ""), ("workers memory", "the workers of ")):
+            series = {rank: window.timed(f"rank{rank} {column}") for rank in window.ranks}
+            known = {rank: rows for rank, rows in series.items() if len(rows) >= MIN_SAMPLES}
+            was_checked |= bool(known)
+            growths = [growth for rank, rows in known.items() if (growth := _find_growth(rank, rows))]
+            if growths:
+                found.append(_describe_growth(growths, owner, window))
     return found if was_checked else _no_samples(facts)
 
 
-def _find_growth(series: list[tuple[float, float]], owner: str, window: Window) -> Evidence | None:
+def _find_growth(rank: int, series: list[tuple[float, float]]) -> Growth | None:
     series = series[round(WARM_UP_SHARE * len(series)) :]
     medians = block_medians([value for _, value in series], BLOCKS)
     rises = [after - before for before, after in itertools.pairwise(medians)]
-    growth = medians[-1] - medians[0]
-    half = medians[BLOCKS // 2] - medians[0]
+    growth, half = medians[-1] - medians[0], medians[BLOCKS // 2] - medians[0]
     if (
         sum(rise > 0 for rise in rises) < MIN_RISING
         or growth < max(GROWTH_MIB, GROWTH_SHARE * medians[0])
@@ -56,13 +68,27 @@ def _find_growth(series: list[tuple[float, float]], owner: str, window: Window) 
     ):
         return None
     duration_s = max(series[-1][0] - series[0][0], 1e-3) * (BLOCKS - 1) / BLOCKS
-    rate = growth / duration_s
+    return Growth(rank, medians[0], medians[-1], duration_s)
+
+
+def _describe_growth(growths: list[Growth], owner: str, window: Window) -> Evidence:
+    worst = max(growths, key=lambda growth: growth.MiB_per_s)
+    rate = sum(growth.MiB_per_s for growth in growths)
     free = _find_free_MiB(window)
     until = f"; the machine has memory for {format_seconds(free / rate)} more" if free is not None else ""
+    names = numbered("rank", [growth.rank for growth in growths[:MAX_NAMED]])
+    more = f" and {len(growths) - MAX_NAMED} more" if len(growths) > MAX_NAMED else ""
     return Evidence(
-        f"the memory of {owner} grows by {format_bytes(rate * 60 * MiB)} a minute, from "
-        f"{format_bytes(medians[0] * MiB)} to {format_bytes(medians[-1] * MiB)}{until}",
-        {"MiB_per_s": rate, "first_MiB": medians[0], "last_MiB": medians[-1], "seconds": duration_s},
+        f"the memory of {owner}{names}{more} grows by {format_bytes(worst.MiB_per_s * 60 * MiB)} a minute"
+        f"{' each' if len(growths) > 1 else ''}, from {format_bytes(worst.first_MiB * MiB)} to "
+        f"{format_bytes(worst.last_MiB * MiB)}{until}",
+        {
+            "ranks": len(growths),
+            "MiB_per_s": worst.MiB_per_s,
+            "first_MiB": worst.first_MiB,
+            "last_MiB": worst.last_MiB,
+            "seconds": worst.seconds,
+        },
         None,
         "look for lists that keep tensors of each step, such as losses without .item() or .detach()",
     )

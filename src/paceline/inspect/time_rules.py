@@ -10,7 +10,7 @@ from paceline.units import format_seconds, several
 
 MIN_STEPS = 20  # after the warm-up; the shares of fewer steps vary too much
 MIN_WARM_S = 0.5  # of these steps; in less time, a single pause of the machine is a large share
-INPUT_SHARE, INPUT_WAIT_S = 0.25, 3e-3  # collating a small batch in Python takes a millisecond or two
+INPUT_SHARE, INPUT_WAIT_S = 0.2, 4e-3  # collating a small batch in Python takes a millisecond or two
 STALLS = 0.02  # of the steps: the longest waits are left out, which may be single stalls of a file system
 SPARE = 1.1  # readers that are faster than the training by this factor keep it busy
 MAX_WORKERS = 1024  # as in spec.Loading
