@@ -230,7 +230,11 @@ def test_files_page_describes_every_file_of_a_run(tmp_path):
     assert keys <= set(re.findall(r"^\| `(\w+)` \|", page, re.M))
 
 
-BY_PART = ("time_s", "memory_bytes", "metrics")  # objects whose keys are names: parts of a step, metrics
+# Objects whose keys are names: parts of a step, metrics, columns …
+BY_PART = (
+    *("time_s", "memory_bytes", "metrics", "losses", "shares", "wall_s", "axes", "curves", "evaluation_axes"),
+    *("columns", "totals", "hardware", "absent", "evidence", "not_checked", "provenance", "request"),
+)
 JSON = {
     "plan": "--model gpt2 --cluster h100:8@50 --batch 64 --tokens 1e9 --price 2 --top 1",
     "scale": "--model gpt2 --cluster h100:8@50 --ranks 1:4 --batch 64 --tokens 1e9",
@@ -239,6 +243,7 @@ JSON = {
     "verify": "digits --plan ddp --ranks 2 --steps 2",
     "drill": "digits --ranks 2 --faults kill",
     "profile": "run",
+    "report": "run",
     "evaluate": "run --ranks 1",
     "doctor": "run",
 }

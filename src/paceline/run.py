@@ -54,6 +54,7 @@ class RunFolder:
     ranks/N.unfinished  exists from the start of rank N until it has finished
     diagnosis.txt       the cause of the last stall
     monitor/NODE.csv    samples of the node, append only
+    report.html         the report of the run, written at its end
     tensorboard/        scalars
 
     RunFolder itself creates and checks nothing. Methods that read a damaged file raise RunError or SpecError.

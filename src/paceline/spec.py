@@ -483,6 +483,10 @@ class Launch(Value):
     device: Literal["cpu", "cuda"] | None = Field(
         default=None, description="device of the ranks [default: cuda if available, else cpu]"
     )
+    report: bool = Field(
+        default=True,
+        description="write report.html into the run folder at the end",
+    )
     monitor: float | Literal["off"] = Field(
         default=1.0,
         description="seconds between samples of processors, memory and GPUs of each node, or off",

@@ -53,6 +53,7 @@ PANELS = {
     },
     "Inspect": {
         "show": "Show what happened in a run.",
+        "report": "Write a report of runs as one HTML file that opens without a network.",
         "profile": "Show where the time and memory of a run went, next to the predicted values.",
         "diff": "Name the first step and tensor in which two runs differ.",
         "replay": "Repeat one step of a run on one process.",

@@ -15,9 +15,9 @@ def cancel(run: Annotated[Path, typer.Argument(help="Folder of the run")]) -> No
 
     All ranks save and stop; a pending job is removed from the queue.
     """
-    from paceline.cli.run_state import describe_run
     from paceline.errors import RunError
     from paceline.launch.slurm import client as slurm
+    from paceline.report.run_state import describe_run
     from paceline.report.run_view import glance
     from paceline.run import open_run
 

@@ -81,7 +81,7 @@ def _describe_end(summary: "Summary", folder: RunFolder) -> str:
     if not folder.spec.exists():
         return "its ranks have ended"
     if summary.started is None:
-        from paceline.cli.run_state import describe_run
+        from paceline.report.run_state import describe_run
 
         return "it has not started yet" if folder.is_locked() else describe_run(folder, summary)
     if summary.ended is not None:

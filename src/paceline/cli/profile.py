@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.events import Skipped
     from paceline.plan.search.best_plans import BestPlans
     from paceline.report.breakdown import RunBreakdown
+    from paceline.report.profile import PredictionReport
 
 Option = typer.Option
 
@@ -56,20 +57,10 @@ def profile(
     report = PredictionReport(measured_run, None, "asked not to (--measured)")
     update_message = ""
     if not measured:
-        machine = _find_cluster(folder, measured_run, cluster, update)
-        name = _name_run(measured_run)
-        try:
-            others = tuple(record for record in machine.calibrations if record.run != name)
-            answer = _predict(folder, measured_run, machine.model_copy(update={"calibrations": others}))
-            guesses = answer.plans[0][1].time.guesses
-            notes = (*answer.assumed, *(["extrapolated: " + "; ".join(guesses)] if guesses else []))
-            report = PredictionReport(
-                measured_run, answer.plans[0][1], "", machine.name or machine.device.name, notes
-            )
-        except PlanError as error:
-            if update:
-                raise
-            report = PredictionReport(measured_run, None, str(error))
+        machine = find_cluster_of_run(folder, measured_run, cluster, update)
+        report = predict_run(folder, measured_run, machine)
+        if update and report.cost is None:
+            raise PlanError(report.unpredicted)
         if update:
             update_message = _update_calibrations(folder, measured_run, machine, cluster)
 
@@ -94,6 +85,24 @@ def profile(
         *([update_message] if update_message else []),
     ]:
         console.print(line, soft_wrap=True, markup=False)
+
+
+def predict_run(folder: RunFolder, measured_run: "RunBreakdown", machine: "Cluster") -> "PredictionReport":
+    """Return the measured values of a run next to those predicted for a machine.
+
+    Imports the task of the run."""
+    from paceline.errors import PlanError
+    from paceline.report.profile import PredictionReport
+
+    name = _name_run(measured_run)
+    try:
+        others = tuple(record for record in machine.calibrations if record.run != name)
+        answer = _predict(folder, measured_run, machine.model_copy(update={"calibrations": others}))
+    except PlanError as error:
+        return PredictionReport(measured_run, None, str(error))
+    guesses = answer.plans[0][1].time.guesses
+    notes = (*answer.assumed, *(["extrapolated: " + "; ".join(guesses)] if guesses else []))
+    return PredictionReport(measured_run, answer.plans[0][1], "", machine.name or machine.device.name, notes)
 
 
 def _read_breakdown(folder: RunFolder) -> "tuple[RunBreakdown, Skipped]":
@@ -139,8 +148,8 @@ def _name_run(measured_run: "RunBreakdown") -> str:
     return datetime.fromtimestamp(measured_run.first, UTC).isoformat()
 
 
-def _find_cluster(
-    folder: RunFolder, measured_run: "RunBreakdown", name: str | None, update: bool
+def find_cluster_of_run(
+    folder: RunFolder, measured_run: "RunBreakdown", name: str | None, update: bool = False
 ) -> "Cluster":
     """Return the cluster to predict for.
 

@@ -210,6 +210,14 @@ def build_request(
             rich_help_panel=RUN,
         ),
     ] = None,
+    report: Annotated[
+        bool | None,
+        Option(
+            "--report/--no-report",
+            help="Write report.html into the run folder at the end [default: --report]",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
     monitor: Annotated[
         str | None,
         Option(
@@ -258,6 +266,7 @@ def build_request(
         "batch_norm": batch_norm,
         "allow_local_loss": allow_local_loss,
         "profile": profile,
+        "report": report,
         "monitor": monitor,
         "device": device,
         "restarts": restarts,

@@ -53,6 +53,13 @@ def resume(
     profile: Annotated[
         bool | None, typer.Option("--profile/--no-profile", help="Profile some steps [default: as before]")
     ] = None,
+    report: Annotated[
+        bool | None,
+        typer.Option(
+            "--report/--no-report",
+            help="Write report.html into the run folder at the end [default: as before]",
+        ),
+    ] = None,
     monitor: Annotated[
         str | None,
         typer.Option(
@@ -95,6 +102,7 @@ def resume(
         "stop.patience": patience,
         "stop.target": target,
         "profile": profile,
+        "report": report,
         "monitor": monitor,
         "device": device,
         "restarts": restarts,

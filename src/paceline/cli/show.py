@@ -10,7 +10,7 @@ def show(run: Annotated[Path, typer.Argument(help="Folder of the run")]) -> None
     """Show what happened in a run."""
     from rich.console import Console
 
-    from paceline.cli.run_state import describe_run
+    from paceline.report.run_state import describe_run
     from paceline.report.run_view import view
     from paceline.report.text import build_closing_table, format_event, format_headline
     from paceline.run import open_run

@@ -35,8 +35,8 @@ def status(
 
 
 def _describe(run: RunFolder) -> str:
-    from paceline.cli.run_state import describe_job, describe_progress, describe_run
     from paceline.errors import Error
+    from paceline.report.run_state import describe_progress, describe_run
     from paceline.report.run_view import glance
 
     seen = glance(run)
@@ -58,8 +58,8 @@ def _describe(run: RunFolder) -> str:
     if job is None:
         return describe_run(run, summary) + progress + notes
     if job.is_active and summary.started is not None:
-        return f"{describe_job(job)}; step {summary.steps} of {summary.started.steps}{progress}{notes}"
-    return f"{describe_job(job)}; {describe_run(run, summary)}{progress}{notes}"
+        return f"{_describe_job(job)}; step {summary.steps} of {summary.started.steps}{progress}{notes}"
+    return f"{_describe_job(job)}; {describe_run(run, summary)}{progress}{notes}"
 
 
 @functools.cache
@@ -72,3 +72,17 @@ def _list_jobs() -> "tuple[dict[str, Status], Error | None]":
         return slurm.list_statuses(), None
     except LaunchError as error:
         return {}, error
+
+
+def _describe_job(job: "Status") -> str:
+    """Return the state of a job in Slurm's words."""
+    text = f"job {job.id} {job.state}"
+    if job.state == "PENDING":
+        return (
+            text
+            + (f" ({job.reason})" if job.reason else "")
+            + (f", expected to begin at {job.start}" if job.start else "")
+        )
+    if job.is_active:
+        return f"{text} on {job.nodes}, {job.run_time} of {job.time_limit}"
+    return text + (f" ({job.reason})" if job.reason else "")

@@ -50,6 +50,7 @@ class RunView:
         self._reader = EventReader(run.events)
         self._curve_reader: CurveReader | None = None
         self._machine: MachineSamples | None = None
+        self._energy_axis: list[float] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -60,6 +61,7 @@ class RunView:
 
         Raises RunError for an unreadable file."""
         restarts, is_new = self._reader.restarts, False
+        self._energy_axis = None
         with events.readable(self.run.events):
             for event, count in self._reader.sampled():
                 if self._reader.restarts > restarts:  # another file replaced it
@@ -170,7 +172,9 @@ class RunView:
         }
         if axis != "energy":
             return values[axis]
-        return [*accumulate(map(self.machine.find_energy_J, curves.times), max)]
+        if self._energy_axis is None:
+            self._energy_axis = [*accumulate(map(self.machine.find_energy_J, curves.times), max)]
+        return self._energy_axis
 
     def interpolate(self, step: int, values: Sequence[float]) -> float:
         """Return the value of an axis after a step, which may lie within a bucket."""

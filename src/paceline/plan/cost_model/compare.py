@@ -71,7 +71,7 @@ def compare_parts(
     known = {part.name: part for part in predicted or ()}
     rows = []
     for name, value in measured.items():
-        parts = [known[part] for part in table[name] if part in known]
+        parts = [known[part] for part in table.get(name, ()) if part in known]
         total = sum(part.value for part in parts) if predicted is not None else None
         rows.append(ComparisonRow(name, value, total, hypot(*(part.value * part.error for part in parts))))
     return [row for row in rows if row.measured or row.predicted]

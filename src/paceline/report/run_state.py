@@ -1,7 +1,6 @@
-"""The state of a run or a job, in half a sentence."""
+"""The state of a run, in half a sentence."""
 
 from paceline.events import describe_metric
-from paceline.launch.slurm.client import Status
 from paceline.report.summary import Summary
 from paceline.run import RunFolder
 from paceline.units import format_count
@@ -44,17 +43,3 @@ def describe_progress(summary: Summary, best: str) -> str:
     if summary.samples_per_s is not None:
         figures.append(f"{format_count(summary.samples_per_s)} samples/s")
     return "".join(f", {figure}" for figure in figures)
-
-
-def describe_job(job: Status) -> str:
-    """Return the state of a job in Slurm's words."""
-    text = f"job {job.id} {job.state}"
-    if job.state == "PENDING":
-        return (
-            text
-            + (f" ({job.reason})" if job.reason else "")
-            + (f", expected to begin at {job.start}" if job.start else "")
-        )
-    if job.is_active:
-        return f"{text} on {job.nodes}, {job.run_time} of {job.time_limit}"
-    return text + (f" ({job.reason})" if job.reason else "")
