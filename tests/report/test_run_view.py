@@ -615,9 +615,8 @@ def test_doctor_names_damaged_heartbeats(tmp_path, monkeypatch, capsys):
     run.alive(1).mkdir()
     status, text = command(monkeypatch, capsys, "doctor", "r")
     assert status == 0
-    assert text.splitlines()[1:] == ["skipped damaged r/ranks/0.alive", "skipped damaged r/ranks/1.alive"], (
-        text
-    )
+    notes = ["skipped damaged r/ranks/0.alive", "skipped damaged r/ranks/1.alive"]
+    assert text.splitlines()[-2:] == notes, text
 
 
 @pytest.mark.parametrize(

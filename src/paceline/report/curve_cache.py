@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.errors import RunError
 from paceline.files import open_regular, replaced
-from paceline.report.curves import MAX_BUCKETS, Column, StepCurves
+from paceline.report.curves import MAX_BUCKETS, BucketColumn, StepCurves
 
 MIN_BYTES = 2**23  # of events read since the last copy; fewer are parsed in less than a second
 MAX_FILE_BYTES = 2**28
@@ -124,7 +124,7 @@ def load(curves: StepCurves, events: Path) -> int:
             or header["identity"] != _identify(events, position)
         ):
             return 0
-        columns = {str(name): Column() for name in header["names"]}
+        columns = {str(name): BucketColumn() for name in header["names"]}
         parts = (*curves.arrays, *(part for column in columns.values() for part in column.arrays))
         if len(body) != sum(size * part.itemsize for part in parts):
             return 0

@@ -4,7 +4,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.report.curves import Column
+from paceline.report.curves import BucketColumn
 
 AXES = ("step", "samples", "time", "energy")  # energy in joules, time in seconds of training
 
@@ -27,7 +27,7 @@ class CurvePoints:
 
 
 def find_points(
-    column: Column,
+    column: BucketColumn,
     name: str,
     axis: str,
     x: Sequence[float],

@@ -28,7 +28,7 @@ Reread = Callable[[int, int], Iterable[tuple[int, Started] | StepBatch]]
 
 
 @dataclass
-class Column:
+class BucketColumn:
     """A quantity by bucket. A bucket without finite values has the lowest value inf and the highest -inf."""
 
     low: "array[float]" = field(default_factory=lambda: array("d"))
@@ -118,7 +118,7 @@ class StepCurves:
         self.positions, self.firsts, self.steps = array("q"), array("q"), array("q")
         self.counts, self.samples = array("q"), array("q")
         self.times, self.elapsed, self.begins = array("d"), array("d"), array("d")
-        self.columns: dict[str, Column] = {}
+        self.columns: dict[str, BucketColumn] = {}
         self.omitted: set[str] = set()  # named losses beyond MAX_NAMED_LOSSES
         self.clock_jumps: list[
             tuple[int, float]
@@ -206,7 +206,7 @@ class StepCurves:
             if len(self.omitted) < MAX_OMITTED:
                 self.omitted.add(name)
             return
-        self.columns[name] = column = Column()
+        self.columns[name] = column = BucketColumn()
         column.append_empty(len(self))
 
     def _extend(self, batch: StepBatch, elapsed: list[float], begins: list[float]) -> None:
@@ -274,7 +274,7 @@ class StepCurves:
     def _restore(self, begin: int, end: int, begin_time: float, step: int) -> None:
         """Read the steps up to `step` of the cut bucket, which begins at the position `begin`, again."""
         replayed = StepCurves()
-        replayed.columns = {name: Column() for name in self.columns}
+        replayed.columns = {name: BucketColumn() for name in self.columns}
         replayed.time = begin_time
         after = self.steps[-1] if self.steps else -(2**63)
         for item in self._reread(begin, end) if self._reread is not None else ():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.events import Evaluated, Event, Failed, Noted, Profiled, Saved, Stalled, Started
-from paceline.report.curves import Column
+from paceline.report.curves import BucketColumn
 
 MAX_EVENTS = 1000  # of each kind: the last ones are kept
 MAX_METRICS = 64  # others are counted in `omitted_metrics`
@@ -20,7 +20,7 @@ class EvaluationCurves:
 
     def __init__(self) -> None:
         self.steps, self.times = array("q"), array("d")
-        self.columns: dict[str, Column] = {}
+        self.columns: dict[str, BucketColumn] = {}
         self.omitted: set[str] = set()
         self._width = 1
         self._count = 0  # of evaluations in the last bucket
@@ -30,7 +30,7 @@ class EvaluationCurves:
             if name in self.columns:
                 continue
             if len(self.columns) < MAX_METRICS:
-                self.columns[name] = column = Column()
+                self.columns[name] = column = BucketColumn()
                 column.append_empty(len(self.steps))
             elif len(self.omitted) < MAX_OMITTED:
                 self.omitted.add(name)

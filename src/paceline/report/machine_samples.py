@@ -11,7 +11,7 @@ from paceline.errors import RunError
 from paceline.monitor.columns import kind_of
 from paceline.monitor.samples import FilePosition, read_samples
 from paceline.monitor.table import SampleTable
-from paceline.report.curves import Column
+from paceline.report.curves import BucketColumn
 from paceline.units import several
 
 MAX_SAMPLES = 2**12  # of a node; then neighbours are merged
@@ -52,7 +52,7 @@ class NodeSamples:
 
     def _clear(self) -> None:
         self.times, self.energy_J = array("d"), array("d")
-        self.columns: dict[str, Column] = {}
+        self.columns: dict[str, BucketColumn] = {}
         self.units: dict[str, str] = {}
         self.totals: dict[str, float] = {}  # the last value of each of TOTALS
         self.comments: dict[str, str] = {}
@@ -88,7 +88,7 @@ class NodeSamples:
                 if len(self.columns) == MAX_COLUMNS:
                     self.omitted.add(name)
                     continue
-                self.columns[name] = column = Column()
+                self.columns[name] = column = BucketColumn()
                 self.units[name] = samples.units.get(name, "")
                 column.append_empty(len(self.times))
             elif kind_of(name) in TOTALS:

@@ -15,7 +15,7 @@ from paceline.inspect.text import format_finding, to_json
 from paceline.plan.cost_model.compare import ComparisonRow
 from paceline.report.breakdown import RunBreakdown
 from paceline.report.curve_points import CurvePoints
-from paceline.report.curves import Column
+from paceline.report.curves import BucketColumn
 from paceline.report.machine_samples import NodeSamples
 from paceline.report.profile import PredictionReport
 from paceline.report.run_state import describe_run
@@ -228,7 +228,7 @@ def _build_machine(view: RunView) -> list[Record]:
     return records
 
 
-def _build_node(node: NodeSamples, columns: Mapping[str, Column], begin: float) -> Record:
+def _build_node(node: NodeSamples, columns: Mapping[str, BucketColumn], begin: float) -> Record:
     size = max(1, -(-len(node.times) // MAX_MACHINE_POINTS))
     groups = [(at, min(at + size, len(node.times))) for at in range(0, len(node.times), size)]
     return _clean(
@@ -243,7 +243,7 @@ def _build_node(node: NodeSamples, columns: Mapping[str, Column], begin: float) 
     )
 
 
-def _group(column: Column, groups: Sequence[tuple[int, int]], unit: str) -> Record:
+def _group(column: BucketColumn, groups: Sequence[tuple[int, int]], unit: str) -> Record:
     found = [column.group(begin, end) for begin, end in groups]
     return {
         "unit": unit,
