@@ -3,7 +3,7 @@ BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --constraint constraints.txt --editable
 SIDE_BY_SIDE := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-fast test-all lint check-types check-style docs install clean
+.PHONY: train test test-fast test-all lint check-types check-style docs page install clean
 
 train: .venv/paceline  ## train a CNN on handwritten digits on 2 processes
 	$(BIN)/paceline train digits --ranks 2
@@ -12,7 +12,7 @@ test: install lint  ## the test suite, without the long sweeps
 	$(BIN)/pytest $(SIDE_BY_SIDE)
 
 test-fast: install lint  ## the tests that start no training processes and no other programs
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not (slow or processes or slurm or mpi or ray or network or docs)"
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not (slow or processes or slurm or mpi or ray or network or browser or docs)"
 
 test-all: install lint  ## with the long sweeps
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m ""
@@ -32,6 +32,9 @@ check-style:
 docs: .venv/docs  ## the documentation site, in build/docs; warnings are errors
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet -d build/doctrees docs build/docs
 
+page: .venv/paceline  ## the page of `paceline watch`, which an installation builds too; requires network access
+	$(BIN)/python page/backend.py
+
 install: .venv/installed
 
 # What training needs: torch, and eight small packages with what they depend on.
@@ -41,7 +44,7 @@ install: .venv/installed
 	$(PIP) .
 	touch $@
 
-# What tests and linters need besides. Open MPI, MPICH, iproute2, tmux, slurm-wlm and munge are for tests only; where they cannot
+# What tests and linters need besides. Open MPI, MPICH, iproute2, tmux, slurm-wlm, munge and chromium are for tests only; where they cannot
 # be installed, their tests say so and are left out.
 .venv/installed: .venv/paceline
 	@echo "Installing what tests and linters need into .venv: about 0.3 GB to download."

@@ -10,6 +10,7 @@ import pytest
 
 import network
 import slurm
+from browser import find_chromium
 from harness import ranks
 
 # A shell ignores Ctrl-C in background jobs. Commands that tests start would inherit this.
@@ -38,11 +39,16 @@ def _without_mpi(program: str) -> str | None:
     return None if shutil.which(program) else f"{program} is not installed: apt-get install {package}"
 
 
+def _without_browser() -> str | None:
+    return None if find_chromium() else "Chromium is not installed: apt-get install chromium"
+
+
 # By mark: a function that returns why such a test cannot run on this machine, or None.
 REQUIREMENTS: dict[str, Callable[..., str | None]] = {
     "slurm": slurm.find_missing_requirement,
     "mpi": _without_mpi,
     "ray": _without_ray,
+    "browser": _without_browser,
     "network": network.find_missing_requirement,
 }
 

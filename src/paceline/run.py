@@ -43,6 +43,7 @@ class RunFolder:
     spec.toml           the request, with all defaults and a checksum; `paceline train spec.toml` repeats it
     spec.next.toml      the request of a resume, until its ranks have started; then it replaces spec.toml
     provenance.json     origin of the run: git revision, versions, host, command
+    profile.json        measured and predicted parts of a step, written by `paceline profile`
     job.sh              the script that a scheduler runs; it may be submitted again by hand
     job                 the number of the last job of that script
     events.jsonl        the events of the run, append only
@@ -76,6 +77,11 @@ class RunFolder:
     def provenance(self) -> Path:
         """Path of the origin of the run."""
         return self.path / "provenance.json"
+
+    @property
+    def profile(self) -> Path:
+        """Path of the last result of `paceline profile`."""
+        return self.path / "profile.json"
 
     @property
     def job_script(self) -> Path:
@@ -418,7 +424,16 @@ def open_run(path: Path, needs_request: bool = True) -> RunFolder:
 
 
 FOLDERS = ("ckpt", "ranks", "tensorboard", "monitor")
-FILES = ("provenance.json", "job.sh", "job", "events.jsonl", "log.txt", "lock", "diagnosis.txt")
+FILES = (
+    "provenance.json",
+    "profile.json",
+    "job.sh",
+    "job",
+    "events.jsonl",
+    "log.txt",
+    "lock",
+    "diagnosis.txt",
+)
 
 
 def find_latest() -> Path:

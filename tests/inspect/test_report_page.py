@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from browser import Browser, find_chromium, start_browser
+from browser import Browser, start_browser
 from paceline import cli
 from paceline.inspect.report import page, sections, svg
 from paceline.inspect.report.write import Report
@@ -17,7 +17,7 @@ from paceline.run import RunFolder
 from pages import read_blocks
 from run_lines import folder, make_history, started, step
 
-pytestmark = pytest.mark.skipif(find_chromium() is None, reason="Chromium is not installed")
+pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")

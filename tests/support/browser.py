@@ -67,14 +67,14 @@ class Browser:
                 self._loaded = True
         return message
 
-    def open(self, path: Path, width: int = 1200, is_dark: bool = False) -> None:
-        """Open a file and wait until it has drawn."""
+    def open(self, page: Path | str, width: int = 1200, is_dark: bool = False) -> None:
+        """Open a file or an address and wait until it has drawn."""
         self.requests, self.errors, self._loaded = [], [], False
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=path.absolute().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.absolute().as_uri())
         while not self._loaded:
             self._read()
         self.draw()
@@ -112,7 +112,7 @@ def start_browser(folder: Path) -> Iterator[Browser]:
             "--disable-dev-shm-usage",
             "--no-first-run",
             "--remote-debugging-pipe",
-            "--host-resolver-rules=MAP * ~NOTFOUND",
+            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
             "--proxy-server=http://127.0.0.1:9",
             f"--user-data-dir={folder}",
         ],

@@ -52,6 +52,7 @@ PANELS = {
         "drill": "Inject faults into a training, and check that nothing is lost.",
     },
     "Inspect": {
+        "watch": "Show runs in the browser, live.",
         "show": "Show what happened in a run.",
         "report": "Write a report of runs as one HTML file that opens without a network.",
         "profile": "Show where the time and memory of a run went, next to the predicted values.",

@@ -1,5 +1,6 @@
 """paceline profile: show where the time and memory of a run went, next to the predicted values."""
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,10 +67,14 @@ def profile(
 
     from rich.console import Console
 
-    if json is not None:
-        from paceline.files import write_whole
+    from paceline.errors import RunError
+    from paceline.files import write_whole
 
+    if json is not None:
         write_whole(json, to_json(report))
+    if report.cost is not None:
+        with contextlib.suppress(RunError):  # the folder may belong to another user; only pages read the file
+            write_whole(folder.profile, to_json(report))
     if plot is not None:
         draw(report, plot)
     console = Console(highlight=False)

@@ -1,0 +1,145 @@
+// What the server has sent: panels, which it replaces, and tables, of which it sends changed rows.
+
+export type Cell = number | string | null;
+export type Table = Record<string, Cell[]>;
+
+export interface RunRow {
+  id: string;
+  name: string;
+  state: string;
+  problem: string;
+  sentence?: string;
+  step?: number;
+  steps?: number | null;
+  plan?: string;
+  loss?: number | null;
+  samples_per_s?: number | null;
+}
+
+export interface Header {
+  name: string;
+  state: string;
+  sentence: string;
+  updated: number | null;
+  starts: number;
+  task?: string;
+  step?: number;
+  steps?: number;
+  left_s?: number | null;
+  plan?: string;
+  ranks?: number;
+  device?: string;
+  precision?: string;
+  batch?: number;
+  parameters?: number;
+  samples_per_s?: number | null;
+  step_s?: number | null;
+  energy_J?: number | null;
+  metrics?: Record<string, number | null>;
+}
+
+export interface Mark {
+  kind: "save" | "failure" | "stall" | "restart";
+  step: number;
+  x: number;
+  text: string;
+}
+
+export interface Curves {
+  axis: string;
+  axes: string[];
+  names: string[];
+  count: number;
+  marks: Mark[];
+}
+
+/** Name, measured, predicted, standard deviation of the prediction. */
+export type PartRow = [string, number, number | null, number | null];
+
+export interface Parts {
+  colours: Record<string, string>;
+  memory_colours: Record<string, string>;
+  problem?: string;
+  unpredicted?: string;
+  step_s?: number;
+  time?: PartRow[];
+  memory?: PartRow[];
+  peak_rank?: number;
+  straggler?: number | null;
+  straggler_busy_s?: number;
+  mean_busy_s?: number;
+}
+
+export interface Finding {
+  rule: string;
+  sentence: string;
+  evidence: Record<string, number | null>;
+  cost_share: number | null;
+  lost_s: number | null;
+  to_end_s: number | null;
+  fix: string;
+  simulated: boolean;
+}
+
+export interface Findings {
+  findings: Finding[];
+  checked: string[];
+  not_checked: Record<string, string>;
+  problem: string;
+}
+
+export interface Panels {
+  findings?: Findings | null;
+  runs?: RunRow[];
+  runs_problem?: string;
+  gone?: boolean;
+  header?: Header;
+  curves?: Curves;
+  parts?: Parts;
+  problems?: string[];
+}
+
+interface Update {
+  drop: number;
+  keep: number;
+  columns: Table;
+}
+
+export interface Message {
+  now: number;
+  panels?: Panels;
+  tables?: Record<string, Update>;
+  removed?: string[];
+}
+
+export class Store {
+  panels: Panels = {};
+  tables: Record<string, Table> = {};
+  clockAhead = 0; // seconds that the clock of this machine is ahead of the server's
+
+  /** Take a message; return the names of the panels and tables that changed. */
+  apply(message: Message): Set<string> {
+    this.clockAhead = Date.now() / 1000 - message.now;
+    const changed = new Set<string>(Object.keys(message.panels ?? {}));
+    Object.assign(this.panels, message.panels);
+    for (const [name, update] of Object.entries(message.tables ?? {})) {
+      const before = this.tables[name] ?? {};
+      const after: Table = {};
+      for (const [column, values] of Object.entries(update.columns)) {
+        after[column] = (before[column] ?? []).slice(update.drop, update.drop + update.keep).concat(values);
+      }
+      this.tables[name] = after;
+      changed.add(name);
+    }
+    for (const name of message.removed ?? []) {
+      delete this.tables[name];
+      changed.add(name);
+    }
+    return changed;
+  }
+
+  clear(): void {
+    this.panels = this.panels.runs ? { runs: this.panels.runs } : {};
+    this.tables = {};
+  }
+}

@@ -1,0 +1,53 @@
+"""paceline watch: show runs in the browser, live."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def watch(
+    runs: Annotated[
+        str, typer.Argument(metavar="PATH", help="Folder of a run, or folder that contains runs.")
+    ] = "runs",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1 [default: a free port].")
+    ] = 0,
+    socket: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Listen on this Unix socket instead of a port. Its folder is created for it.",
+        ),
+    ] = None,
+) -> None:
+    """Show runs in the browser, live. Prints one address, which only works for you; Ctrl-C ends it."""
+    from paceline.errors import LaunchError, RunError, SpecError
+
+    if socket is not None and port:
+        raise SpecError("--port and --socket contradict each other; give only one of them")
+    path = Path(runs)
+    if not path.is_dir():
+        raise RunError(f"no such folder: {path}; specify the folder of a run, or one that contains runs")
+    try:
+        from paceline.web import server
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "paceline":
+            raise
+        raise LaunchError(
+            f'paceline watch requires {error.name}, which is not installed; pip install "paceline[web]"'
+        ) from None
+    from paceline.web.access import Access
+    from paceline.web.runs import RunList
+
+    access, run_list = Access(), RunList(path)
+    if socket is not None:
+        with server.listen_on_path(socket) as listener:
+            print(f"listening on {socket}: {access.url('localhost')}", flush=True)
+            server.serve(run_list, access, listener)
+        return
+    listener = server.listen_on_port(port)
+    with listener:
+        host = f"127.0.0.1:{listener.getsockname()[1]}"
+        print(f"{access.url(host)}\nCtrl-C ends it; training is not affected", flush=True)
+        server.serve(run_list, access, listener)

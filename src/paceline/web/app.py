@@ -1,0 +1,180 @@
+"""The addresses that a server answers."""
+
+import asyncio
+import csv
+import gzip
+import io
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from paceline.errors import Error, LaunchError, RunError
+from paceline.events import nan_to_null
+from paceline.run import RunFolder
+from paceline.web.access import Access, App, Guard
+from paceline.web.curves import Selection, find_curve, to_columns
+from paceline.web.delta import SentState
+from paceline.web.panels import build
+from paceline.web.rank_log import read_rank_log
+from paceline.web.runs import RunList, WatchedRun
+
+STATIC = Path(__file__).parent / "static"
+FILES = {"": "index.html", "page.js": "page.js", "page.css": "page.css", "icon.svg": "icon.svg"}
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+MAX_STREAMS = 32
+POLL_S = 0.25
+MAX_SHARE = 0.1  # of the time that the server may read and compute for one page
+KEEP_ALIVE_S = 15.0
+ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
+def build_app(runs: RunList, access: Access, is_closing: Callable[[], bool] = lambda: False) -> App:
+    """Return the application. Raises LaunchError if the page was not built."""
+    server = PageServer(runs, is_closing)
+    routes = [Route(f"/{path}", _serve(name), methods=["GET"]) for path, name in FILES.items()]
+    routes += [
+        Route("/stream", server.stream),
+        Route("/curve", server.curve),
+        Route("/curve.csv", server.curve_as_csv),
+        Route("/log", server.log),
+    ]
+    return Guard(Starlette(routes=routes, exception_handlers={Error: _refuse}), access)
+
+
+def _serve(name: str) -> Callable[[Request], Response]:
+    path = STATIC / name
+    try:
+        whole = path.read_bytes()
+    except OSError:
+        raise LaunchError(
+            "the page of paceline watch was not built when Paceline was installed; in a checkout of Paceline "
+            "run: make page"
+        ) from None
+    packed = gzip.compress(whole, mtime=0)
+    media_type = f"{TYPES[path.suffix]}; charset=utf-8"
+
+    def respond(request: Request) -> Response:
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            return Response(packed, media_type=media_type, headers={"content-encoding": "gzip"})
+        return Response(whole, media_type=media_type)
+
+    return respond
+
+
+def _refuse(_: Request, error: Exception) -> Response:
+    return PlainTextResponse(str(error), 404)
+
+
+def _select(request: Request) -> Selection:
+    query = request.query_params
+    return Selection(query.get("axis", "step"), query.get("filter", ""), query.get("node", ""))
+
+
+class PageServer:
+    """Answers the requests of pages. Files are read in threads, so that a slow disk stops nobody else."""
+
+    def __init__(self, runs: RunList, is_closing: Callable[[], bool]):
+        self._runs, self._is_closing, self._streams = runs, is_closing, 0
+
+    async def stream(self, request: Request) -> Response:
+        """Send the state of the list and of one run, and then what changes, as server-sent events."""
+        selection, run_id = _select(request), request.query_params.get("run")
+        if self._streams >= MAX_STREAMS:
+            return PlainTextResponse(f"{MAX_STREAMS} pages are open; close one", 503)
+        watched = await asyncio.to_thread(self._find_run, run_id) if run_id else None
+        is_gone = run_id is not None and watched is None
+        changes = self._send_changes(watched, selection, {"gone": True} if is_gone else {})
+        return StreamingResponse(changes, media_type="text/event-stream")
+
+    def _find_run(self, run_id: str) -> WatchedRun | None:
+        try:
+            return self._runs.watch(run_id)
+        except RunError:
+            return None
+
+    async def _send_changes(
+        self, watched: WatchedRun | None, selection: Selection, fixed: dict[str, object]
+    ) -> AsyncIterator[str]:
+        self._streams += 1
+        try:
+            sent, signature, silent_since = SentState(), None, time.monotonic()
+            while not self._is_closing():
+                began = time.monotonic()
+                now = await asyncio.to_thread(self._sign, watched)
+                if now != signature:
+                    signature = now
+                    message = await asyncio.to_thread(self._build_message, sent, watched, selection, fixed)
+                    if message:
+                        yield f"data: {message}\n\n"
+                        silent_since = time.monotonic()
+                if time.monotonic() - silent_since > KEEP_ALIVE_S:
+                    yield ": nothing new\n\n"
+                    silent_since = time.monotonic()
+                spent_s = time.monotonic() - began
+                await asyncio.sleep(max(POLL_S, spent_s / MAX_SHARE))
+        finally:
+            self._streams -= 1
+
+    def _sign(self, watched: WatchedRun | None) -> object:
+        rows = [tuple(row.values()) for row in self._runs.rows()]
+        return rows, watched.sign() if watched is not None else None
+
+    def _build_message(
+        self, sent: SentState, watched: WatchedRun | None, selection: Selection, fixed: dict[str, object]
+    ) -> str:
+        panels = {"runs": self._runs.rows(), "runs_problem": self._runs.problem, **fixed}
+        tables: dict[str, dict[str, list[object]]] = {}
+        if watched is not None:
+            with watched.lock:
+                of_run, tables = build(watched, selection)
+            panels |= of_run
+        message = sent.advance(nan_to_null(panels), tables)
+        return ENCODER.encode(message | {"now": time.time()}) if message else ""
+
+    async def curve(self, request: Request) -> Response:
+        """Answer with the points of one curve between two values of the axis, for a page that zooms in."""
+        columns = await asyncio.to_thread(self._read_curve, request)
+        return Response(ENCODER.encode(columns), media_type="application/json")
+
+    async def curve_as_csv(self, request: Request) -> Response:
+        """Answer with all points of one curve as a file."""
+        columns = await asyncio.to_thread(self._read_curve, request, 2**16)
+        text = io.StringIO()
+        writer = csv.writer(text)
+        axis, name = (request.query_params.get(key, "") for key in ("axis", "name"))
+        writer.writerow([axis or "step", *(f"{name} {key}" for key in [*columns][1:])])
+        writer.writerows(zip(*columns.values(), strict=True))
+        headers = {"content-disposition": 'attachment; filename="curve.csv"'}
+        return Response(text.getvalue(), media_type="text/csv", headers=headers)
+
+    def _read_curve(self, request: Request, limit: int = 800) -> dict[str, list[object]]:
+        query, selection = request.query_params, _select(request)
+        watched = self._runs.watch(query.get("run", ""))
+        range_ = {}
+        for name in ("begin", "end"):
+            try:
+                range_[name] = float(query[name]) if name in query else None
+            except ValueError:
+                raise RunError(f"{name} must be a number") from None
+        with watched.lock:
+            watched.refresh()
+            is_step = query.get("name", "").startswith("step:")
+            points = find_curve(
+                watched.view, query.get("name", ""), selection.axis, limit, **(range_ if is_step else {})
+            )
+        return to_columns(points)
+
+    async def log(self, request: Request) -> Response:
+        """Answer with the end of the output of a rank."""
+        text = await asyncio.to_thread(self._read_log, request)
+        return PlainTextResponse(text)
+
+    def _read_log(self, request: Request) -> str:
+        folder: RunFolder = self._runs.watch(request.query_params.get("run", "")).folder
+        return read_rank_log(folder, request.query_params.get("rank", ""))

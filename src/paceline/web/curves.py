@@ -1,0 +1,84 @@
+"""The curves of a run as tables of a page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import RunError
+from paceline.report.curve_points import AXES, CurvePoints
+from paceline.report.run_view import RunView
+
+MAX_CURVES = 24  # that are sent at once; others are found by their names
+MAX_POINTS = 800  # of a curve
+MAX_FILTER = 100  # characters
+UNITS = {
+    "samples_per_s": "samples/s",
+    "step_s": "s",
+    "data_s": "s",
+    "loss": "",
+    "grad_norm": "",
+    "lr": "",
+}
+AXIS_UNITS = {"step": "step", "samples": "samples", "time": "s", "energy": "J"}
+# The fields of a step by importance; other quantities are named losses.
+ORDER = ("loss", "grad_norm", "lr", "samples_per_s", "step_s", "data_s")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a page shows of a run. filter: text that the names of the curves contain."""
+
+    axis: str = "step"
+    filter: str = ""
+    node: str = ""
+
+    def __post_init__(self) -> None:
+        if self.axis not in AXES:
+            raise RunError(f"axis must be one of {', '.join(AXES)}")
+        if max(len(self.filter), len(self.node)) > MAX_FILTER:
+            raise RunError(f"a filter has at most {MAX_FILTER} characters")
+
+
+def round_to(value: float | None, digits: int) -> float | None:
+    """Return a value with so many significant digits, because pages need few."""
+    return None if value is None else float(f"{value:.{digits}g}")
+
+
+def round_all(values: Sequence[float | None], digits: int = 6) -> list[float | None]:
+    return [round_to(value, digits) for value in values]
+
+
+def list_names(view: RunView) -> list[str]:
+    """Return the names of all curves: fields of steps, named losses, metrics of evaluations.
+
+    Those of steps begin with "step:", those of metrics with "metric:"."""
+    quantities = sorted(view.quantities, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+    return [f"step:{name}" for name in quantities] + [f"metric:{name}" for name in view.metrics]
+
+
+def find_curve(view: RunView, key: str, axis: str, limit: int = MAX_POINTS, **range_: Any) -> CurvePoints:
+    """Return a curve by its name from `list_names`. Raises RunError for an unknown name."""
+    kind, _, name = key.partition(":")
+    if kind not in ("step", "metric"):
+        raise RunError("the name of a curve begins with step: or metric:")
+    if kind == "metric":
+        return view.metric_curve(name, axis, limit)
+    return view.curve(name, axis, limit=limit, **range_)
+
+
+def build_tables(view: RunView, axis: str, keys: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
+    """Return the points of curves as columns. A run without steps has none."""
+    known = [
+        key for key in keys if key.startswith("metric:") or key.removeprefix("step:") in view.curves.columns
+    ]
+    return {f"curve:{key}": to_columns(find_curve(view, key, axis)) for key in known}
+
+
+def to_columns(points: CurvePoints) -> dict[str, list[Any]]:
+    return {
+        "x": round_all(points.x, 10),
+        "low": round_all(points.low),
+        "high": round_all(points.high),
+        "mean": round_all(points.mean),
+        "last": round_all(points.last),
+    }

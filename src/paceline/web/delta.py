@@ -1,0 +1,60 @@
+"""Differences between two states of a page, so that a stream sends only what is new."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Table = Mapping[str, Sequence[Any]]  # columns of equal length; the first is ascending
+
+
+class SentState:
+    """What a page has received.
+
+    A state has panels, which are sent whole if they changed, and tables, of which only changed rows are sent.
+    """
+
+    def __init__(self) -> None:
+        self._panels: dict[str, Any] = {}
+        self._tables: dict[str, dict[str, list[Any]]] = {}
+
+    def advance(self, panels: Mapping[str, Any], tables: Mapping[str, Table]) -> dict[str, Any]:
+        """Return the message that brings a page to this state; empty if there is no difference."""
+        message: dict[str, Any] = {}
+        changed = {name: value for name, value in panels.items() if self._panels.get(name, ...) != value}
+        updates = {}
+        for name, table in tables.items():
+            columns = {column: list(values) for column, values in table.items()}
+            update = _diff(self._tables.get(name), columns)
+            if update is not None:
+                updates[name] = update
+            self._tables[name] = columns
+        removed = [name for name in self._tables if name not in tables]
+        for name in removed:
+            del self._tables[name]
+        self._panels |= changed
+        if changed:
+            message["panels"] = changed
+        if updates:
+            message["tables"] = updates
+        if removed:
+            message["removed"] = removed
+        return message
+
+
+def _diff(old: dict[str, list[Any]] | None, new: dict[str, list[Any]]) -> dict[str, Any] | None:
+    """Return how a table changed: rows dropped at its begin, rows kept, and the new rows after them."""
+    if old == new:
+        return None
+    if old is None or list(old) != list(new) or not new:
+        return {"drop": 0, "keep": 0, "columns": new}
+    before, after = list(zip(*old.values(), strict=True)), list(zip(*new.values(), strict=True))
+    drop = 0
+    if before and after:
+        first = after[0]
+        drop = next((at for at, row in enumerate(before) if row == first), 0)
+    keep = 0
+    for old_row, new_row in zip(before[drop:], after, strict=False):
+        if old_row != new_row:
+            break
+        keep += 1
+    drop = drop if keep else 0
+    return {"drop": drop, "keep": keep, "columns": {name: values[keep:] for name, values in new.items()}}

@@ -1,0 +1,187 @@
+"""The panels of a page: what it shows of a run, as values for JSON."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from paceline.errors import Error, RunError
+from paceline.events import Event, Profiled, Started
+from paceline.plan.cost_model.compare import MEMORY_PARTS, TIME_PARTS, ComparisonRow, compare_parts
+from paceline.plotting.colours import colour
+from paceline.report.run_view import RunView
+from paceline.report.text import format_event
+from paceline.units import without_controls
+from paceline.web.curves import MAX_CURVES, Selection, build_tables, list_names, round_to
+from paceline.web.prediction import read_prediction
+from paceline.web.runs import WatchedRun, find_state, show_name
+
+MAX_MARKS = 300  # of each kind, on the curves
+MAX_LOG_LINES = 400
+MAX_TEXT = 2000  # characters of one line of the log
+MAX_PROFILES = 500
+# The colours of `plan --plot`. A part of a profile has that of its main part in a plan.
+PART_COLOURS = {
+    "compute": colour("products"),
+    "communication": colour("data parallel"),
+    "bubble": colour("pipeline bubble"),
+    "input": colour("input"),
+    "optimizer": colour("optimizer"),
+    "save": colour("save"),
+    "other": colour("engines"),
+}
+MEMORY_COLOURS = {name: colour(name) for name in MEMORY_PARTS}
+
+Panels = dict[str, Any]
+Tables = dict[str, dict[str, list[Any]]]
+
+
+def build(run: WatchedRun, selection: Selection) -> tuple[Panels, Tables]:
+    """Return the panels and tables of a run. The lock of the run must be held.
+
+    A panel whose data cannot be read has the reason under "problem"; the others are not affected."""
+    panels: Panels = {"gone": not run.folder.path.is_dir()}
+    tables: Tables = {}
+    if panels["gone"]:
+        return panels, tables
+    try:
+        run.refresh()
+        view = run.view
+        axis = selection.axis if selection.axis in view.axes else "step"
+        panels["header"] = build_header(run)
+        names = list_names(view)
+        shown = [name for name in names if selection.filter.lower() in name.lower()][:MAX_CURVES]
+        panels["curves"] = {
+            "axis": axis,
+            "axes": view.axes,
+            "names": shown,
+            "count": len(names),
+            "marks": build_marks(view, axis),
+        }
+        tables |= build_tables(view, axis, shown)
+        panels["parts"], tables["parts"] = build_parts(run, axis)
+        tables["log"] = build_log(view)
+        panels["findings"] = run.findings.panel
+        panels["problems"] = [without_controls(text) for text in view.problems]
+    except Error as error:
+        panels["problems"] = [str(error)]
+    return panels, tables
+
+
+def build_header(run: WatchedRun) -> dict[str, Any]:
+    view = run.view
+    summary, started = view.summary, view.summary.started
+    state, sentence = find_state(run.folder, summary)
+    header: dict[str, Any] = {"name": show_name(run.folder.path), "state": state, "sentence": sentence}
+    times = view.curves.times
+    last = max([times[-1]] if len(times) else [], default=started.time if started is not None else None)
+    header |= {"updated": last, "starts": summary.starts, "is_sampled": summary.sampled is not None}
+    if started is None:
+        return header
+    left_s = None
+    if state == "running" and summary.step_s is not None and math.isfinite(summary.step_s):
+        left_s = max(0, started.steps - summary.steps) * summary.step_s
+    return header | {
+        "task": started.task.rpartition("/")[2],
+        "step": summary.steps,
+        "steps": started.steps,
+        "left_s": round_to(left_s, 3),
+        "plan": started.plan,
+        "ranks": started.ranks,
+        "device": started.device,
+        "precision": started.precision,
+        "batch": started.batch,
+        "parameters": started.parameters,
+        "samples_per_s": round_to(_finite(summary.samples_per_s), 4),
+        "step_s": round_to(_finite(summary.step_s), 4),
+        "energy_J": round_to(view.machine.find_energy_J(math.inf), 4) if view.machine.has_energy else None,
+        "metrics": {name: round_to(_finite(value), 5) for name, value in [*summary.metrics.items()][:8]},
+    }
+
+
+def build_marks(view: RunView, axis: str) -> list[dict[str, Any]]:
+    """Return saves, failures, stalls and restarts as points on the axis."""
+    values = view.values_of(axis)
+    log, marks = view.log, []
+    for kind, events in (("save", log.saves), ("failure", log.failures), ("stall", log.stalls)):
+        for event in [*events][-MAX_MARKS:]:
+            marks.append((kind, event.step, format_event(event)))
+    for start in [*log.starts][-MAX_MARKS:]:
+        if start is not log.first_start:
+            marks.append(("restart", start.step, format_event(start)))
+    placed = [(kind, step, view.interpolate(step, values), text) for kind, step, text in marks]
+    return [
+        {"kind": kind, "step": step, "x": round_to(x, 10), "text": text[:MAX_TEXT]}
+        for kind, step, x, text in placed
+        if math.isfinite(x)
+    ]
+
+
+def build_parts(run: WatchedRun, axis: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Return the parts of a step and of memory, measured and predicted, and the measured parts over time."""
+    view = run.view
+    profiles = [*view.log.profiles][-MAX_PROFILES:]
+    values = view.values_of(axis)
+    table: dict[str, list[Any]] = {"x": [round_to(view.interpolate(p.step, values), 10) for p in profiles]}
+    for part in TIME_PARTS:
+        table[part] = [round_to(_finite(profile.seconds.get(part)), 4) for profile in profiles]
+    panel: dict[str, Any] = {"colours": PART_COLOURS, "memory_colours": MEMORY_COLOURS}
+    try:
+        measured = view.break_down()
+    except RunError as error:
+        return panel | {"problem": str(error)}, table
+    prediction = read_prediction(run.folder, view.summary.started)
+    time = compare_parts(TIME_PARTS, _known(measured.seconds, TIME_PARTS), None)
+    memory = compare_parts(MEMORY_PARTS, _known(measured.memory, MEMORY_PARTS), None)
+    return panel | {
+        "step_s": round_to(measured.step_s, 4),
+        "time": _rows(time, prediction.time_s),
+        "memory": _rows(memory, prediction.memory_bytes),
+        "peak_rank": measured.peak_rank,
+        "straggler": measured.straggler,
+        "straggler_busy_s": round_to(measured.straggler_busy_s, 4),
+        "mean_busy_s": round_to(measured.mean_busy_s, 4),
+        "unpredicted": prediction.problem,
+    }, table
+
+
+def build_log(view: RunView) -> dict[str, list[Any]]:
+    """Return the last events besides steps and evaluations, in their order."""
+    log = view.log
+    events: list[Event] = [*log.starts, *log.saves, *log.failures, *log.stalls, *log.notes, *log.profiles]
+    events = sorted(events, key=lambda event: event.time)[-MAX_LOG_LINES:]
+    return {
+        "time": [round(event.time, 1) for event in events],
+        "kind": [type(event).__name__.lower() for event in events],
+        "text": [_describe(event)[:MAX_TEXT] for event in events],
+    }
+
+
+def _describe(event: Event) -> str:
+    if isinstance(event, Started):
+        return f"started: {format_event(event)}"
+    if isinstance(event, Profiled) and not event.step_s > 0:
+        return f"step {event.step}  profiled"
+    return format_event(event)
+
+
+def _known(values: Any, table: Iterable[str]) -> dict[str, float]:
+    """Return the finite values of known parts; another program may have written the events."""
+    return {name: values[name] for name in table if name in values and math.isfinite(values[name])}
+
+
+def _rows(rows: list[ComparisonRow], predicted: dict[str, tuple[float, float]]) -> list[list[Any]]:
+    """Return name, measured, predicted and spread of each part that was measured or predicted."""
+    measured = {row.name: row.measured for row in rows}
+    names = [*measured, *(name for name in predicted if name not in measured)]
+    return [
+        [
+            name,
+            round_to(measured.get(name, 0.0), 4),
+            *(round_to(value, 4) for value in predicted.get(name, (None, None))),
+        ]
+        for name in names
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,177 @@
+"""The runs that a page shows: found in a folder, and named to the page by random identifiers only."""
+
+import contextlib
+import re
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import Error, RunError
+from paceline.events import Started
+from paceline.report.run_state import describe_run
+from paceline.report.run_view import RunView, glance
+from paceline.report.summary import Summary
+from paceline.run import RunFolder, open_run
+from paceline.units import several, without_controls
+from paceline.web.findings import FindingsWatch
+
+MAX_RUNS = 2000  # in the list: those that were written to last
+MAX_VIEWS = 8  # runs whose history is kept in memory
+LIST_S = 1.0  # between two looks at the folder
+STATES = re.compile("running|done|stopped|interrupted|failed|not started")
+
+Signature = tuple[tuple[str, int, int], ...]
+
+
+@dataclass
+class ListedRun:
+    """A run of the list. `row` is its state when its files had this signature."""
+
+    id: str
+    folder: RunFolder
+    signature: Signature
+    modified: float
+    row: dict[str, Any]
+
+
+class RunList:
+    """The runs in a folder, or a single run. Methods may be called by several threads."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.problem = ""  # why the list is empty or incomplete
+        self._ids: dict[Path, str] = {}
+        self._runs: dict[str, ListedRun] = {}
+        self._views: OrderedDict[str, WatchedRun] = OrderedDict()
+        self._looked = -LIST_S
+        self._lock = threading.Lock()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each run, the one that was written to last first."""
+        with self._lock:
+            if time.monotonic() - self._looked >= LIST_S:
+                self._look()
+                self._looked = time.monotonic()
+            return [run.row for run in self._runs.values()]
+
+    def _look(self) -> None:
+        try:
+            paths, self.problem = _find_runs(self.path), ""
+        except OSError as error:
+            paths, self.problem = [], f"cannot read {self.path}: {error.strerror}"
+        found = []
+        for path in paths:
+            run_id = self._ids.setdefault(path, secrets.token_urlsafe(9))
+            folder, before = RunFolder(path), self._runs.get(run_id)
+            signature = sign(folder.events, folder.spec)
+            if before is not None and before.signature == signature and before.row["state"] != "running":
+                found.append(before)
+                continue
+            modified = max((mtime / 1e9 for _, mtime, _ in signature), default=0.0)
+            found.append(ListedRun(run_id, folder, signature, modified, _build_row(run_id, folder)))
+        found.sort(key=lambda run: run.modified, reverse=True)
+        if len(found) > MAX_RUNS:
+            self.problem = f"only the {MAX_RUNS} runs that were written to last are listed, of {len(found)}"
+        elif not found and not self.problem:
+            self.problem = f"no runs in {self.path}; a run appears here when it starts"
+        self._runs = {run.id: run for run in found[:MAX_RUNS]}
+
+    def watch(self, run_id: str) -> "WatchedRun":
+        """Return the history of a run. Raises RunError for an unknown identifier."""
+        self.rows()
+        with self._lock:
+            run = self._runs.get(run_id)
+            watched = self._views.get(run_id)
+            if watched is None:
+                if run is None:
+                    raise RunError("no such run; it was deleted, or paceline watch was started again")
+                watched = self._views[run_id] = WatchedRun(run_id, run.folder)
+            self._views.move_to_end(run_id)
+            while len(self._views) > MAX_VIEWS:
+                self._views.popitem(last=False)
+            return watched
+
+
+class WatchedRun:
+    """The history of a run. A thread that uses `view` must hold `lock`."""
+
+    def __init__(self, run_id: str, folder: RunFolder):
+        self.id, self.folder = run_id, folder
+        self.view = RunView(folder)
+        self.lock = threading.Lock()
+        self.findings = FindingsWatch(folder)
+        self._signature: Signature = (("", 0, 0),)
+
+    def refresh(self) -> None:
+        """Read what was appended. The lock must be held. Raises RunError for an unreadable file."""
+        signature = sign(self.folder.events, *self._find_samples())
+        if signature != self._signature:
+            self.view.refresh()
+            self._signature = signature
+
+    def sign(self) -> tuple[Signature, bool, int]:
+        """Return a value that differs when there is something new."""
+        is_locked = False
+        with contextlib.suppress(RunError):
+            is_locked = self.folder.is_locked()
+        signature = sign(self.folder.events, self.folder.profile, *self._find_samples())
+        self.findings.poll((signature, is_locked))
+        return signature, is_locked, self.findings.version
+
+    def _find_samples(self) -> list[Path]:
+        with contextlib.suppress(OSError):
+            return sorted(self.folder.monitor.glob("*.csv"))
+        return []
+
+
+def sign(*paths: Path) -> Signature:
+    """Return name, time and size of the files that exist."""
+    signature = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            signature.append((path.name, status.st_mtime_ns, status.st_size))
+    return tuple(signature)
+
+
+def find_state(run: RunFolder, summary: Summary) -> tuple[str, str]:
+    """Return the state of a run in a word, and in half a sentence."""
+    sentence = describe_run(run, summary)
+    word = STATES.match(sentence)
+    return word[0] if word is not None else "damaged", without_controls(sentence)
+
+
+def show_name(path: Path) -> str:
+    """Return the name of a folder without control characters and broken encodings."""
+    return without_controls(path.name.encode(errors="replace").decode())
+
+
+def _find_runs(path: Path) -> list[Path]:
+    if _is_run(path):
+        return [path]
+    return [child for child in path.iterdir() if not child.name.startswith(".") and _is_run(child)]
+
+
+def _is_run(path: Path) -> bool:
+    return RunFolder(path).spec.is_file() or RunFolder(path).events.is_file()
+
+
+def _build_row(run_id: str, run: RunFolder) -> dict[str, Any]:
+    row: dict[str, Any] = {"id": run_id, "name": show_name(run.path), "state": "damaged", "problem": ""}
+    try:
+        summary = glance(open_run(run.path, needs_request=run.spec.exists())).summary
+        row["state"], row["sentence"] = find_state(run, summary)
+    except Error as error:
+        return row | {"problem": str(error)}
+    started: Started | None = summary.started
+    return row | {
+        "step": summary.steps,
+        "steps": started.steps if started is not None else None,
+        "plan": f"{started.plan} · {several(started.ranks, 'rank')}" if started is not None else "",
+        "loss": summary.last_loss,
+        "samples_per_s": summary.samples_per_s,
+    }

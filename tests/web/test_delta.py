@@ -1,0 +1,77 @@
+"""A page that applies the messages of a stream has the whole state after each of them."""
+
+import json
+import random
+from typing import Any
+
+from paceline.web.delta import SentState
+
+
+def apply(state: dict[str, Any], message: dict[str, Any]) -> None:
+    """Do what the page does, by the words of docs/watch.md."""
+    state["panels"] |= message.get("panels", {})
+    for name, update in message.get("tables", {}).items():
+        before = state["tables"].get(name, {})
+        state["tables"][name] = {
+            column: before.get(column, [])[update["drop"] :][: update["keep"]] + values
+            for column, values in update["columns"].items()
+        }
+    for name in message.get("removed", []):
+        del state["tables"][name]
+
+
+def change(draw: random.Random, table: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Append, remove rows at either end, change the last row, or replace everything."""
+    columns = {name: [*values] for name, values in table.items()}
+    size = len(columns["x"])
+    match draw.randrange(6):
+        case 0 | 1:
+            new = draw.randrange(4)
+        case 2:
+            new, columns = 1, {name: values[draw.randrange(size + 1) :] for name, values in columns.items()}
+            size = min(map(len, columns.values()))
+            columns = {name: values[len(values) - size :] for name, values in columns.items()}
+        case 3:
+            new, columns = 1, {name: values[:-1] for name, values in columns.items()}
+        case 4:
+            new, columns = 2, {"x": [], "y": [], **({"z": []} if draw.randrange(2) else {})}
+        case _:
+            new = 0
+    begin = columns["x"][-1] if columns["x"] else draw.randrange(9)
+    for at in range(new):
+        for name, values in columns.items():
+            values.append(begin + at + 1 if name == "x" else draw.choice([0.5, None, "text", draw.random()]))
+    return columns
+
+
+def test_messages_add_up_to_the_state():
+    for seed in range(200):
+        draw = random.Random(seed)
+        sent, page = SentState(), {"panels": {}, "tables": {}}
+        tables: dict[str, Any] = {}
+        for _ in range(30):
+            for name in "ab":
+                if draw.randrange(8) == 0:
+                    tables.pop(name, None)
+                else:
+                    tables[name] = change(draw, tables.get(name, {"x": [], "y": []}))
+            panels = {"p": draw.randrange(3), "q": [draw.randrange(2)]}
+            apply(page, json.loads(json.dumps(sent.advance(panels, tables))))
+            assert page == {"panels": panels, "tables": tables}
+
+
+def test_unchanged_state_is_not_sent():
+    sent = SentState()
+    assert sent.advance({"p": 1}, {"a": {"x": [1], "y": [2]}})
+    assert sent.advance({"p": 1}, {"a": {"x": [1], "y": [2]}}) == {}
+
+
+def test_traffic_is_proportional_to_new_rows():
+    """Also if the oldest rows are dropped."""
+    sent = SentState()
+    for first in range(3):
+        rows = range(100 * first, 100 * first + 1000 + 5 * first)
+        message = sent.advance({}, {"a": {"x": [*rows], "y": [0.1] * len(rows)}})
+    update = message["tables"]["a"]
+    assert (update["drop"], update["keep"]) == (100, 905)
+    assert len(update["columns"]["x"]) == 105

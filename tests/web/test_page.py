@@ -1,0 +1,295 @@
+"""The page of `paceline watch` in a headless Chromium that reaches nothing but this machine."""
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from browser import start_browser
+from run_lines import folder, started, step
+from watching import watch, why_not_built
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(why_not_built() is not None, reason=str(why_not_built())),
+]
+EVIL = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+
+
+# The mean of red + green + blue over the left side of a figure, where the numbers of its axis are.
+BRIGHTNESS = """(() => {
+    const canvas = PANEL.querySelector('canvas');
+    const data = canvas.getContext('2d').getImageData(0, 0, 50, canvas.height).data;
+    let sum = 0, count = 0;
+    for (let at = 0; at < data.length; at += 4)
+        if (data[at + 3] > 200) { sum += data[at] + data[at + 1] + data[at + 2]; count += 1; }
+    return sum / count;
+})()"""
+
+
+def build_lines(steps: int) -> list[dict]:
+    draw = random.Random(1)
+    lines = [started(0, 1.7e9) | {"task": EVIL}]
+    for number in range(1, steps + 1):
+        lines.append(step(number, 1.7e9 + number / 10, draw) | {"loss": 1.0, "losses": {EVIL: 1.0}})
+    at = 1.7e9 + steps / 10
+    lines.append({"time": at, "event": "evaluated", "step": steps, "metrics": {EVIL: 0.5}, "seconds": 0.1})
+    lines.append({"time": at, "event": "noted", "step": steps, "message": EVIL})
+    seconds = {"compute": 0.006, "communication": 0.003, "input": 0.001}
+    lines.append(
+        {
+            "time": at,
+            "event": "profiled",
+            "step": steps,
+            "num_steps": 1,
+            "step_s": 0.01,
+            "seconds": seconds | {EVIL: 0.0},
+            "input_s": 0.001,
+            "slowest": 1,
+            "slowest_s": 0.01,
+            "busy_s": 0.01,
+            "fullest": 1,
+            "memory": {"weights": 1000, "activations": 500, EVIL: 7},
+            "costs_s": 0.0,
+        }
+    )
+    return lines
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    at = tmp_path_factory.mktemp("watched")
+    lines = build_lines(50)
+    folder(at / "first", lines)
+    folder(at / EVIL.replace("/", "∕"), lines)
+    return at
+
+
+@pytest.fixture(scope="module")
+def server(runs, tmp_path_factory):
+    with watch(runs, at=tmp_path_factory.mktemp("home")) as watching:
+        yield watching
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with start_browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def wait(browser, script: str, holds: Callable[[object], bool] = bool) -> object:
+    """Return the value of an expression when it holds."""
+    deadline = time.monotonic() + 60
+    while not holds(value := browser.run(script)):
+        assert time.monotonic() < deadline, (
+            f"{script} is {value!r}; {browser.errors}; {browser.run('document.body.innerText')}"
+        )
+        time.sleep(0.05)
+    return value
+
+
+def open_run(browser, server, name: str = "first", **options) -> None:
+    name_, value = server.cookie.split("=", 1)
+    address = f"http://{server.host}{server.path}"
+    browser.call("Network.setCookie", name=name_, value=value, url=address, path=server.path)
+    browser.open(address, **options)
+    wait(browser, "document.body?.dataset.ready")
+    link = f"[...document.querySelectorAll('td a')].find(link => link.textContent == {json.dumps(name)})"
+    wait(browser, f"!!{link}")
+    browser.run(f"{link}.click()")
+    wait(browser, "document.querySelectorAll('section canvas').length > 5")
+
+
+def panel(title: str) -> str:
+    return f"document.querySelector('section[aria-label={json.dumps(title)}]')"
+
+
+def read_table(browser, title: str) -> list[list[str]]:
+    """Return the figure of a panel as the table that the page offers."""
+    browser.run(f"{panel(title)}.querySelector('button').click()")
+    rows = (
+        "[...document.querySelectorAll('dialog tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+    found = browser.run(rows)
+    browser.run("document.querySelector('dialog').close()")
+    return found
+
+
+def test_printed_address_opens_the_page(server, browser):
+    browser.call("Network.clearBrowserCookies")
+    browser.call("Page.navigate", url=server.url)
+    deadline = time.monotonic() + 60
+    ready = "document.body?.dataset.ready"
+    while True:
+        with contextlib.suppress(AssertionError):  # the page is being replaced
+            if browser.run(ready):
+                break
+        assert time.monotonic() < deadline
+    assert browser.run("location.pathname") == server.path
+    assert server.token not in browser.run("location.href + document.cookie + document.referrer")
+    browser.call("Network.clearBrowserCookies")
+    browser.open(f"http://{server.host}{server.path}")
+    assert browser.run("document.body.innerText") == "open the address that paceline watch printed"
+
+
+def test_page_shows_the_events(server, browser):
+    open_run(browser, server)
+    text = browser.run("document.querySelector('header').innerText")
+    assert "first · interrupted" in text
+    assert "50 / 1,000,000" in text
+    assert "ddp · 2 ranks" in text
+    rows = read_table(browser, "Loss")
+    assert rows[0] == ["step", "low", "high", "mean", "last"]
+    assert rows[1:] == [[str(number), "1", "1", "1", "1"] for number in range(1, 51)]
+    parts = {row[0]: row[1] for row in read_table(browser, "A step")[1:]}
+    assert {*parts} == {"compute", "communication", "input"}
+    assert "not predicted yet" in browser.run(f"{panel('A step')}.innerText")
+    assert [row[:2] for row in read_table(browser, "Memory of a rank")[1:]] == [
+        ["weights", "1,000 B"],
+        ["activations", "500 B"],
+    ]
+    assert browser.errors == []
+
+
+def test_page_loads_only_from_its_server(server, browser):
+    open_run(browser, server)
+    assert len(browser.requests) > 4
+    assert {address.split("/")[2] for address in browser.requests} == {server.host}
+
+
+def test_markup_in_names_and_messages_is_text(server, browser):
+    for name in ("first", EVIL.replace("/", "∕")):
+        open_run(browser, server, name)
+        wait(browser, f"{panel('Log')}.innerText.includes('<img src=x onerror')")
+        assert browser.run("document.querySelectorAll('img, main script').length") == 0
+        assert "taken" not in browser.run("document.title.replace(/<.*>/, '')")
+        titles = browser.run("[...document.querySelectorAll('section h2 .name')].map(e => e.textContent)")
+        assert {f"losses/{EVIL}", EVIL} <= {*titles}
+    assert browser.errors == []
+
+
+def test_policy_stops_a_script_that_is_inserted(server, browser):
+    """Negative control of the previous test: markup as HTML would show, but not run."""
+    open_run(browser, server)
+    browser.run(f"document.body.insertAdjacentHTML('beforeend', {json.dumps(EVIL)})")
+    assert browser.run("document.querySelectorAll('img').length") == 1
+    wait(browser, "1", lambda _: any("Content Security Policy" in error for error in browser.errors))
+    assert browser.run("document.title") != "taken"
+
+
+def test_new_events_appear(runs, server, browser):
+    """Steps, the loss in the heading and the log grow while the page is open."""
+    open_run(browser, server)
+    draw = random.Random(2)
+    with (runs / "first/events.jsonl").open("a") as file:
+        for number in range(51, 61):
+            line = step(number, 1.7e9 + number / 10, draw) | {"loss": 0.25}
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+        file.write(json.dumps({"time": 1.8e9, "event": "noted", "step": 60, "message": "new note"}) + "\n")
+    wait(browser, f"{panel('Loss')}.innerText.includes('now 0.25')")
+    wait(browser, f"{panel('Log')}.innerText.includes('new note')")
+    assert "60 / 1,000,000" in browser.run("document.querySelector('header').innerText")
+    assert read_table(browser, "Loss")[-1] == ["60", "0.25", "0.25", "0.25", "0.25"]
+    assert sum("stream" in address for address in browser.requests) == 2  # the list and the run
+
+
+def test_brush_zooms_all_curves_and_escape_shows_all(server, browser):
+    open_run(browser, server)
+    box = browser.run(
+        f"(() => {{ const box = {panel('Loss')}.querySelector('.u-over').getBoundingClientRect();"
+        "return [box.left, box.top, box.width, box.height]; })()"
+    )
+    y = box[1] + box[3] / 2
+    for kind, share in (
+        ("mousePressed", 0.25),
+        ("mouseMoved", 0.3),
+        ("mouseMoved", 0.5),
+        ("mouseReleased", 0.5),
+    ):
+        x = box[0] + share * box[2]
+        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
+    wait(browser, "document.body.innerText.includes('show all')")
+    for title in ("Loss", "Throughput"):
+        rows = read_table(browser, title)[1:]
+        deadline = time.monotonic() + 30
+        while len(rows) > 30 and time.monotonic() < deadline:
+            rows = read_table(browser, title)[1:]
+        assert 10 < len(rows) < 20  # a quarter
+        assert int(rows[0][0]) > 10
+    browser.call("Input.dispatchKeyEvent", type="keyDown", key="Escape")
+    wait(browser, "!document.body.innerText.includes('show all')")
+    assert len(read_table(browser, "Loss")) > 50
+
+
+def test_keyboard_changes_axis_run_and_list(server, browser):
+    open_run(browser, server)
+    browser.call("Input.dispatchKeyEvent", type="keyDown", key="a")
+    wait(browser, "location.hash.includes('axis=samples')")
+    wait(browser, "1", lambda _: read_table(browser, "Loss")[0][0] == "samples")
+    assert read_table(browser, "Loss")[1][0] == "8"
+    before = browser.run("location.hash")
+    browser.call("Input.dispatchKeyEvent", type="keyDown", key="k")
+    browser.call("Input.dispatchKeyEvent", type="keyDown", key="j")
+    wait(browser, f"location.hash != {json.dumps(before)}")
+    browser.call("Input.dispatchKeyEvent", type="keyDown", key="r")
+    wait(browser, "document.querySelector('header').innerText.includes('2 runs')")
+    assert browser.run("document.querySelectorAll('section canvas').length") == 0
+
+
+def test_filter_limits_the_curves(server, browser):
+    open_run(browser, server)
+    browser.run("document.getElementById('filter').value = 'grad'")
+    browser.run("document.getElementById('filter').dispatchEvent(new Event('change'))")
+    wait(browser, f"!{panel('Loss')} && !!{panel('Gradient norm')}")
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_colours_follow_the_system(server, browser, is_dark):
+    open_run(browser, server, is_dark=is_dark)
+    numbers = "getComputedStyle(document.body)['{}'].match(/\\d+/g).slice(0, 3).map(Number)"
+    background, text = (sum(browser.run(numbers.format(name))) for name in ("backgroundColor", "color"))
+    assert (background < 100 and text > 600) if is_dark else (background > 700 and text < 150)
+    labels = browser.run(BRIGHTNESS.replace("PANEL", panel("Loss")))
+    assert labels > 300 if is_dark else labels < 480
+
+
+@pytest.mark.parametrize("width", [390, 820])
+def test_narrow_screen_has_no_horizontal_scroll(server, browser, width):
+    open_run(browser, server, width=width)
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    right = "Math.max(...[...document.querySelectorAll('section')].map(e => e.getBoundingClientRect().right))"
+    assert browser.run(right) <= width
+    assert browser.run(f"{panel('Loss')}.querySelector('canvas').clientWidth") > 200
+
+
+def test_every_control_has_a_name(server, browser):
+    """Negative control: a control without a name is found."""
+    nameless = (
+        "[...document.querySelectorAll('button, a, select, input, [role=img], section')].filter(e =>"
+        " !(e.getAttribute('aria-label') || e.labels?.[0]?.textContent || e.textContent.trim())).length"
+    )
+    open_run(browser, server)
+    assert browser.run(nameless) == 0
+    browser.run("document.body.append(document.createElement('button'))")
+    assert browser.run(nameless) == 1
+
+
+def test_deleted_run_is_reported(runs, server, browser):
+    run = folder(runs / "short-lived", build_lines(5))
+    open_run(browser, server, "short-lived")
+    run.events.unlink()
+    run.spec.unlink()
+    run.path.rmdir()
+    wait(browser, "document.querySelector('[role=status]').innerText.includes('folder was deleted')")
+
+
+def test_page_survives_the_end_of_the_server(runs, browser, tmp_path):
+    with watch(runs, at=tmp_path) as watching:
+        open_run(browser, watching)
+    wait(browser, "document.querySelector('[role=status]').innerText.includes('No connection')")
+    assert browser.run("document.querySelectorAll('section canvas').length") > 5
