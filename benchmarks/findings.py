@@ -20,6 +20,7 @@ from pathlib import Path
 
 from machine import description
 from paceline.drill.disk import SmallDisk
+from paceline.errors import Error
 from paceline.inspect.facts import RunFacts
 from paceline.inspect.find import find
 from paceline.inspect.read_facts import read_facts, read_recording
@@ -252,7 +253,7 @@ FAULTS = [
     Case(
         "learning rate grows too large",
         ("loss-spike",),
-        ("--lr", "3.0", "--optimizer", "sgd", "--set", "schedule.warmup=400 steps"),
+        ("--lr", "3.0", "--optimizer", "sgd", "--set", "schedule.warmup=300 steps"),
         steps=300,
     ),
     Case(
@@ -380,7 +381,11 @@ def run_cases(cases: Sequence[Case], folder: Path) -> tuple[int, int]:
         at = folder / f"{number}"
         at.mkdir()
         began = time.monotonic()
-        result = find(read_case(case, at))
+        try:
+            result = find(read_case(case, at))
+        except (RuntimeError, subprocess.SubprocessError, Error) as error:
+            print(f"{'failed':12}{case.name:38}{error}", flush=True)
+            continue
         rules = {finding.rule for finding in result.findings}
         missed = {*case.expected} - rules
         extra = rules - {*case.expected, *case.also}

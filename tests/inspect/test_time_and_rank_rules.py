@@ -8,6 +8,9 @@ import pytest
 from paceline.events import Ended
 from paceline.inspect.facts import Sibling
 from paceline.inspect.finding import Missing, NotApplicable
+from paceline.plan.cost_model.cost import Cost, CostPart, MemoryCost, TimeCost
+from paceline.report.breakdown import RunBreakdown
+from paceline.report.profile import PredictionReport
 from paceline.spec import Loading, Save, Spec
 from run_facts import (
     CORES,
@@ -143,6 +146,44 @@ def test_communication() -> None:
         assert isinstance(outcome_of("communication", make_facts(profiled=profiles, beats=beats)), expected)
     ended = Ended(step=200, reason="done", communication=0.5)
     assert len(sentences("communication", make_facts(ended=ended))) == 1
+
+
+def predict(measured_s: float, predicted_s: float, error: float = 0.1) -> PredictionReport:
+    """Return a profile of a step of 0.1 s with this time of computing, next to its prediction."""
+    started = make_facts().started
+    assert started is not None
+    measured = RunBreakdown(
+        started=started,
+        first=0.0,
+        steps=100,
+        step_s=0.1,
+        seconds={"compute": measured_s, "other": 0.1 - measured_s},
+        memory={},
+        peak_rank=0,
+        profiles=4,
+        profiling_share=0.0,
+        straggler=None,
+        straggler_busy_s=0.0,
+        mean_busy_s=0.0,
+    )
+    parts = (CostPart("products", predicted_s, error),)
+    time = TimeCost(parts, flops=1e9, hardware_flops=1e9, tokens=0.0, samples=64.0, peak_flops=1e11)
+    return PredictionReport(measured, Cost(time, MemoryCost((), 0, 1e9), 32), cluster="this machine")
+
+
+def test_computing_far_below_the_roofline() -> None:
+    [evidence] = outcome_of("roofline", make_facts(prediction=predict(0.08, 0.01)))
+    assert evidence.sentence == (
+        "computing takes 80.0 ms a step, 8.0 times the 10.0 ms that this machine needs, at 10.0% of its peak"
+    )
+    assert evidence.share == pytest.approx(0.7)
+    assert sentences("roofline", make_facts(prediction=predict(0.08, 0.05))) == []
+    assert sentences("roofline", make_facts(prediction=predict(0.08, 0.03, error=0.9))) == []
+    assert sentences("roofline", make_facts(prediction=predict(0.01, 0.001))) == []  # a small part of a step
+    refused = PredictionReport(predict(0.08, 0.01).measured, None, "it has several updates")
+    reason = Missing("the run cannot be predicted: it has several updates")
+    assert outcome_of("roofline", make_facts(prediction=refused)) == reason
+    assert isinstance(outcome_of("roofline", make_facts()), Missing)
 
 
 def test_pipelines() -> None:

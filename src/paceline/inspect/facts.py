@@ -11,6 +11,7 @@ from paceline.doctor.heartbeat import Heartbeat
 from paceline.events import Ended, Evaluated, Failed, Profiled, Saved, Started
 from paceline.inspect.windows import Window
 from paceline.plan.plan import ResolvedPlan
+from paceline.report.profile import PredictionReport
 from paceline.spec import Launch, Spec
 
 WARM_UP_STEPS = 5  # of each start, excluded: they allocate, connect, compile and fill caches
@@ -59,6 +60,7 @@ class RunFacts:
     facts         numbers about the machine and the model, as `Started.facts` describes them
     windows       the samples of each node while the training stepped
     why_no_samples  why there are none, after a colon; or empty
+    prediction    the prediction next to the profile; None if it was not requested
     """
 
     path: Path
@@ -82,6 +84,7 @@ class RunFacts:
     facts: Mapping[str, float] = field(default_factory=dict)
     windows: tuple[Window, ...] = ()
     why_no_samples: str = ""
+    prediction: PredictionReport | None = None
 
     @cached_property
     def warm(self) -> tuple[StepPoint, ...]:

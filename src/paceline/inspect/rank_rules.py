@@ -3,20 +3,21 @@
 import statistics
 from typing import NamedTuple
 
-from paceline.doctor.heartbeat import BACKWARD, DATA, FORWARD, UPDATE
+from paceline.doctor.heartbeat import BACKWARD, DATA, FORWARD, OWN_CODE, UPDATE
+from paceline.inspect.contention import find_contention
 from paceline.inspect.facts import RunFacts, Sibling
 from paceline.inspect.finding import NOT_APPLICABLE, Evidence, Missing, Outcome
 from paceline.plan.plan import ResolvedPlan
 from paceline.plan.schedules import StageTimes
 from paceline.units import format_seconds, several
 
+STEP_PHASES = (DATA, FORWARD, BACKWARD, UPDATE, OWN_CODE)
 MIN_STEPS = 20  # in the sums of a heartbeat
 MIN_PROFILES = 3  # that name the same straggler; a single profile may show a pause of the machine
 SLOW_RATIO = 1.5  # of the busy time of a rank, relative to the median of the others
 SLOW_SHARE = 0.15  # of the step, by which it is slower
 SLOW_S = 2e-3  # less is noise of the scheduler of the operating system
 COMMUNICATION_SHARE, COMMUNICATION_S = 0.4, 5e-3
-CONTENTION_SHARE = 0.05  # of the time, in which a rank waits for a core; each such wait delays all ranks
 BUBBLE_SHARE = 0.35  # the default of 2·pp micro-batches idles at most a third
 IMBALANCE = 1.4  # busy time of the slowest rank of a pipeline, relative to the mean
 MIN_GAIN = 0.5  # efficiency below which more ranks do not pay
@@ -44,6 +45,7 @@ def _read_rank_times(facts: RunFacts) -> list[RankTimes] | None:
             return None
         data_s = beat.total_s.get(DATA, 0.0) / beat.total_steps
         forward_s = beat.total_s.get(FORWARD, 0.0) / beat.total_steps
+        forward_s += beat.total_s.get(OWN_CODE, 0.0) / beat.total_steps  # of a loop of the user
         times.append(RankTimes(data_s + (forward_s if has_own_forward else 0.0), data_s))
     return times
 
@@ -52,7 +54,7 @@ def _step_s(facts: RunFacts) -> float:
     """Return the mean time of a step by the heartbeat of the first rank."""
     beat = facts.beats[0]
     assert beat is not None
-    return sum(beat.total_s.get(phase, 0.0) for phase in (DATA, FORWARD, BACKWARD, UPDATE)) / beat.total_steps
+    return sum(beat.total_s.get(phase, 0.0) for phase in STEP_PHASES) / beat.total_steps
 
 
 class Straggler(NamedTuple):
@@ -168,7 +170,7 @@ def check_communication(facts: RunFacts) -> Outcome:
         share -= straggler.share
     if share < COMMUNICATION_SHARE or share * step_s < COMMUNICATION_S:
         return []
-    if facts.is_cpu and (reason := _find_contention(facts)) is not None:
+    if facts.is_cpu and (reason := find_contention(facts)) is not None:
         return Missing(reason)
     return [
         Evidence(
@@ -179,25 +181,6 @@ def check_communication(facts: RunFacts) -> Outcome:
             _choose_plan(facts, plan),
         )
     ]
-
-
-def _find_contention(facts: RunFacts) -> str | None:
-    """Return why ranks on CPUs wait for each other without communicating, or None."""
-    started = facts.started
-    cores, ranks = facts.facts.get("cores"), facts.facts.get("local_ranks", 1.0)
-    if started is not None and cores and ranks * started.threads > cores:
-        return "ranks that share cores wait for each other, which is not communication"
-    waits = [
-        beat.core_wait_s / max(1e-9, sum(beat.total_s.values()))
-        for beat in facts.beats
-        if beat is not None and beat.core_wait_s is not None and beat.total_s
-    ]
-    if waits and max(waits) > CONTENTION_SHARE:
-        return (
-            f"a rank waited for a core for {max(waits):.0%} of the time, since other programs use the cores, "
-            "and the other ranks waited for it"
-        )
-    return None
 
 
 def _measure_communication(facts: RunFacts) -> tuple[float, float] | None:

@@ -166,6 +166,8 @@ def _read_windows(run: RunFolder, course: _Course, notes: list[str]) -> tuple[tu
 
 
 def _read_request(run: RunFolder, notes: list[str]) -> tuple[Spec | None, Launch | None]:
+    if not run.spec.exists():  # a loop of the user, which paceline.setup prepared
+        return None, None
     try:
         return run.request()
     except Error as error:

@@ -1,6 +1,14 @@
 """The rules as a table, in the order of a report if their costs are equal; docs/findings.md explains each."""
 
-from paceline.inspect import device_rules, host_rules, learning_rules, rank_rules, setting_rules, time_rules
+from paceline.inspect import (
+    device_rules,
+    host_rules,
+    learning_rules,
+    prediction_rules,
+    rank_rules,
+    setting_rules,
+    time_rules,
+)
 from paceline.inspect.finding import Rule
 
 RULES = (
@@ -9,6 +17,7 @@ RULES = (
     Rule("straggler", "a rank slower than the others", rank_rules.check_straggler),
     Rule("communication", "time of communication", rank_rules.check_communication),
     Rule("pipeline", "balance of pipeline stages", rank_rules.check_pipeline),
+    Rule("roofline", "computing compared with the device", prediction_rules.check_roofline),
     Rule("scaling", "gain from more ranks", rank_rules.check_scaling),
     Rule("evaluation", "time of evaluations", time_rules.check_evaluations),
     Rule("checkpoint", "time of checkpoints", time_rules.check_checkpoints),
