@@ -91,6 +91,27 @@ def test_the_end_of_a_training_shows_the_findings(tmp_path: Path) -> None:
         assert "finding" not in succeed("train", *words[:6], f"{where}-ok", *options, at=tmp_path).out
 
 
+def test_a_prediction_is_compared_on_request(tmp_path: Path) -> None:
+    words = ("digits", "--steps", "40", "--profile", "--monitor", "off", "--run-dir", "runs/a")
+    succeed("train", *words, at=tmp_path)
+    _, found = doctor(tmp_path)
+    assert "paceline doctor RUN --predict" in found["not_checked"]["computing compared with the device"]
+    result = paceline("doctor", "runs/a", "--predict", "--json", "found.json", at=tmp_path)
+    assert result.status == 0, result.all
+    # On a busy machine, the rule reports that ranks waited for a core.
+    reason = read_found(tmp_path)["not_checked"].get(
+        "computing compared with the device", "waited for a core"
+    )
+    assert "waited for a core" in reason, reason
+
+
+def test_a_prediction_needs_a_profile(run: Path) -> None:
+    result = paceline("doctor", "runs/a", "--predict", "--json", "found.json", at=run.parents[1])
+    assert result.status == 0, result.all
+    reason = read_found(run.parents[1])["not_checked"]["computing compared with the device"]
+    assert reason.startswith("it needs a profile (--profile): "), reason
+
+
 def test_an_error_in_a_rule_does_not_end_a_training(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(facts: RunFacts) -> Outcome:
         raise ZeroDivisionError("a mistake")

@@ -52,6 +52,26 @@ def test_input_is_not_slow_in_healthy_runs() -> None:
     assert sentences("slow-input", make_facts(steps=make_steps(step_s=0.05, data_s=first))) == []
 
 
+def test_input_of_a_training_that_waits_for_cores() -> None:
+    """In every third step, another program has the core while the batch is read."""
+    waits = [0.05 if k % 3 == 0 else 0.001 for k in range(200)]
+    busy = make_beats({"data": 0.02, "forward": 0.03}, {"data": 0.02, "forward": 0.03}, core_wait_s=1.0)
+    free = make_beats({"data": 0.02, "forward": 0.03}, {"data": 0.02, "forward": 0.03}, core_wait_s=0.01)
+    steps = make_steps(step_s=0.03, data_s=waits)
+    assert sentences("slow-input", make_facts(steps=steps, beats=busy)) == []
+    assert len(sentences("slow-input", make_facts(steps=steps, beats=free))) == 1
+    always = make_facts(steps=make_steps(step_s=0.05, data_s=0.03), beats=busy)
+    assert len(sentences("slow-input", always)) == 1
+
+
+def test_ranks_of_one_machine_that_wait_for_cores_are_no_stragglers() -> None:
+    """Rank 1 had no core for 40 ms of each step; on a machine of its own, it would be a straggler."""
+    even, late = make_beats({"forward": 0.02, "backward": 0.08}, {"forward": 0.06, "backward": 0.04})
+    late = replace(late, core_wait_s=4.0)
+    assert sentences("straggler", make_facts(beats=(even, late))) == []
+    assert len(sentences("straggler", make_facts(beats=(even, replace(late, host="node2"))))) == 1
+
+
 def test_slow_input_needs_steps() -> None:
     assert outcome_of("slow-input", make_facts(steps=make_steps(15, data_s=0.04))) == Missing(
         "it needs 20 steps after the first, got 10"

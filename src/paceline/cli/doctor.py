@@ -9,6 +9,7 @@ from paceline.run import RunFolder
 
 if TYPE_CHECKING:
     from paceline.doctor.diagnose import Diagnosis
+    from paceline.inspect.facts import RunFacts
     from paceline.inspect.finding import Findings
     from paceline.report.summary import Summary
 
@@ -24,6 +25,12 @@ def doctor(
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write diagnosis and findings to this JSON file.")
     ] = None,
+    predict: Annotated[
+        bool,
+        typer.Option(
+            "--predict", help="Import the task and compare its computing with a prediction, as profile does."
+        ),
+    ] = False,
 ) -> None:
     """Find out whether a run is stalled, which rank it waits for, and what makes it slow.
 
@@ -34,6 +41,7 @@ def doctor(
     from paceline.cli.plan_options import check_outputs, print_parts
     from paceline.doctor.examine import examine
     from paceline.doctor.text import format_details, format_sentence
+    from paceline.errors import SpecError
     from paceline.inspect.find import find
     from paceline.inspect.read_facts import read_facts, read_recording
     from paceline.inspect.text import format_findings
@@ -41,6 +49,8 @@ def doctor(
 
     run = run if run is not None else find_latest()
     if run.is_file():
+        if predict:
+            raise SpecError(f"--predict requires a run, and {run} is a recording; leave it out")
         check_outputs(json, None)
         found = find(read_recording(run))
         if json is not None:
@@ -50,7 +60,8 @@ def doctor(
     folder = open_run(run, needs_request=False)
     check_outputs(json, None)
     diagnosis = examine(folder)
-    found = find(read_facts(folder))
+    facts = read_facts(folder)
+    found = find(_add_prediction(folder, facts) if predict else facts)
     if json is not None:
         _write(json, diagnosis, found)
     if diagnosis is None:
@@ -60,6 +71,22 @@ def doctor(
     print_parts(f"{run}: {format_sentence(diagnosis)}", *format_details(diagnosis), *format_findings(found))
     if diagnosis.verdict == "stuck":
         raise typer.Exit(1)
+
+
+def _add_prediction(folder: RunFolder, facts: "RunFacts") -> "RunFacts":
+    """Return the facts with a prediction for this machine, or with the reason why there is none."""
+    from dataclasses import replace
+
+    from paceline.cli.profile import find_cluster_of_run, predict_run
+    from paceline.errors import RunError
+    from paceline.report.run_view import view
+
+    try:
+        measured = view(folder).break_down()
+    except RunError as error:
+        return replace(facts, why_not_predicted=f"it needs a profile (--profile): {error}")
+    cluster = find_cluster_of_run(folder, measured, None)
+    return replace(facts, prediction=predict_run(folder, measured, cluster))
 
 
 def _count(found: "Findings") -> str:

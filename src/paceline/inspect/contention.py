@@ -1,8 +1,22 @@
 """Whether ranks on CPUs had to share cores, so that they waited for each other without communicating."""
 
+from paceline.doctor.heartbeat import Heartbeat
 from paceline.inspect.facts import RunFacts
 
 CONTENTION_SHARE = 0.05  # of the time, in which a rank waits for a core; each such wait delays all ranks
+
+
+def measure_core_wait(beat: Heartbeat | None) -> float | None:
+    """Return the share of the time in which a rank could run and had no core; None if unknown."""
+    if beat is None or beat.core_wait_s is None or not beat.total_s:
+        return None
+    return beat.core_wait_s / max(1e-9, sum(beat.total_s.values()))
+
+
+def measure_contention(facts: RunFacts) -> float | None:
+    """Return the largest share of the time in which a rank waited for a core; None if unknown."""
+    shares = [share for beat in facts.beats if (share := measure_core_wait(beat)) is not None]
+    return max(shares, default=None)
 
 
 def find_contention(facts: RunFacts) -> str | None:
@@ -11,14 +25,10 @@ def find_contention(facts: RunFacts) -> str | None:
     cores, ranks = facts.facts.get("cores"), facts.facts.get("local_ranks", 1.0)
     if started is not None and cores and ranks * started.threads > cores:
         return "ranks that share cores wait for each other, which is not communication"
-    waits = [
-        beat.core_wait_s / max(1e-9, sum(beat.total_s.values()))
-        for beat in facts.beats
-        if beat is not None and beat.core_wait_s is not None and beat.total_s
-    ]
-    if waits and max(waits) > CONTENTION_SHARE:
+    share = measure_contention(facts)
+    if share is not None and share > CONTENTION_SHARE:
         return (
-            f"a rank waited for a core for {max(waits):.0%} of the time, since other programs use the cores, "
+            f"a rank waited for a core for {share:.0%} of the time, since other programs use the cores, "
             "and the other ranks waited for it"
         )
     return None

@@ -60,7 +60,7 @@ class RunFacts:
     facts         numbers about the machine and the model, as `Started.facts` describes them
     windows       the samples of each node while the training stepped
     why_no_samples  why there are none, after a colon; or empty
-    prediction    the prediction next to the profile; None if it was not requested
+    prediction    the prediction next to the profile; None for the reason in `why_not_predicted`
     """
 
     path: Path
@@ -85,6 +85,7 @@ class RunFacts:
     windows: tuple[Window, ...] = ()
     why_no_samples: str = ""
     prediction: PredictionReport | None = None
+    why_not_predicted: str = "it needs a prediction: paceline doctor RUN --predict"
 
     @cached_property
     def warm(self) -> tuple[StepPoint, ...]:

@@ -14,7 +14,7 @@ def check_roofline(facts: RunFacts) -> Outcome:
     """Computing that takes much longer than the device needs for the operations of the model."""
     prediction = facts.prediction
     if prediction is None:
-        return Missing("it needs a prediction: paceline doctor RUN --predict")
+        return Missing(facts.why_not_predicted)
     if prediction.cost is None:
         return Missing(f"the run cannot be predicted: {prediction.unpredicted}")
     if facts.is_cpu and (reason := find_contention(facts)) is not None:

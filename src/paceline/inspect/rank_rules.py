@@ -39,6 +39,7 @@ def _read_rank_times(facts: RunFacts) -> list[RankTimes] | None:
     if plan is None or not facts.beats:
         return None
     has_own_forward = plan.zero <= 1 and plan.tp == plan.pp == plan.cp == 1
+    is_one_machine = len({beat.host for beat in facts.beats if beat is not None}) == 1
     times = []
     for beat in facts.beats:
         if beat is None or beat.total_steps < MIN_STEPS:
@@ -46,7 +47,10 @@ def _read_rank_times(facts: RunFacts) -> list[RankTimes] | None:
         data_s = beat.total_s.get(DATA, 0.0) / beat.total_steps
         forward_s = beat.total_s.get(FORWARD, 0.0) / beat.total_steps
         forward_s += beat.total_s.get(OWN_CODE, 0.0) / beat.total_steps  # of a loop of the user
-        times.append(RankTimes(data_s + (forward_s if has_own_forward else 0.0), data_s))
+        own_s = data_s + (forward_s if has_own_forward else 0.0)
+        if is_one_machine:  # other programs use a core of one rank, then of another
+            own_s = max(0.0, own_s - (beat.core_wait_s or 0.0) / beat.total_steps)
+        times.append(RankTimes(own_s, min(data_s, own_s)))
     return times
 
 

@@ -4,6 +4,7 @@ import itertools
 import math
 import statistics
 
+from paceline.inspect.contention import CONTENTION_SHARE, measure_contention
 from paceline.inspect.facts import RunFacts, StepPoint, weighted_sum
 from paceline.inspect.finding import Evidence, Missing, Outcome
 from paceline.units import format_seconds, several
@@ -41,10 +42,21 @@ def check_input(facts: RunFacts) -> Outcome:
     """Steps that wait for their batch, and the number of workers with which they would not."""
     if (missing := lacks_steps(facts)) is not None:
         return missing
-    warm = _without_stalls(facts.warm)
-    count = sum(point.num_steps for point in warm)
-    data_s = weighted_sum(warm, [point.data_s for point in warm]) / count
-    step_s = weighted_sum(warm, [point.step_s for point in warm]) / count
+    workers = facts.spec.data.workers if facts.spec is not None else None
+    if workers is None:
+        workers = _count_default_workers(facts)
+    contention = measure_contention(facts)
+    if contention is not None and contention > CONTENTION_SHARE:
+        # A rank that loses its core while it reads seems to wait, in some of the steps.
+        if workers:
+            return Missing(f"the training waited for a core for {contention:.0%} of the time")
+        data_s = statistics.median(point.data_s for point in facts.warm)
+        step_s = statistics.median(point.step_s for point in facts.warm)
+    else:
+        warm = _without_stalls(facts.warm)
+        count = sum(point.num_steps for point in warm)
+        data_s = weighted_sum(warm, [point.data_s for point in warm]) / count
+        step_s = weighted_sum(warm, [point.step_s for point in warm]) / count
     if not step_s or data_s / step_s < INPUT_SHARE or data_s < INPUT_WAIT_S:
         return []
     share = data_s / step_s
@@ -53,9 +65,6 @@ def check_input(facts: RunFacts) -> Outcome:
         f"the training waits for its input for {share:.0%} of the time: {format_seconds(data_s)} of "
         f"{format_seconds(step_s)} a step"
     )
-    workers = facts.spec.data.workers if facts.spec is not None else None
-    if workers is None:
-        workers = _count_default_workers(facts)
     # Without workers, the wait is the time to read a batch. Workers that limit the training read one batch
     # each in `workers` steps.
     read_s = data_s if workers == 0 else workers * step_s
