@@ -39,6 +39,7 @@ FULL = Spec(
     threads=2,
     timeout_s=5.5,
     max_time="1h30m",
+    trace="20:25",
     optimizer=Optimizer(
         name="sgd",
         lr=0.1 + 0.2,
@@ -173,6 +174,7 @@ def test_set_reaches_every_key(tmp_path):
         "save.best": "max f1",
         "stop.metric": "max f1",
         "spec.max_time": "90m",
+        "spec.trace": "3:4",
         "spec.evaluate_splits": '["test"]',
         "spec.least_nodes": 1,
         "schedule.every": 7,

@@ -57,6 +57,7 @@ class RunFolder:
     monitor/NODE.csv    samples of the node, append only
     report.html         the report of the run, written at its end
     tensorboard/        scalars
+    traces/             traces of steps, in a folder for each range of steps
 
     RunFolder itself creates and checks nothing. Methods that read a damaged file raise RunError or SpecError.
     """
@@ -141,6 +142,11 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """Path of the folder of TensorBoard's scalars."""
         return self.path / "tensorboard"
+
+    @property
+    def traces(self) -> Path:
+        """Path of the folder of the traces."""
+        return self.path / "traces"
 
     @property
     def monitor(self) -> Path:
@@ -423,7 +429,7 @@ def open_run(path: Path, needs_request: bool = True) -> RunFolder:
     return RunFolder(path)
 
 
-FOLDERS = ("ckpt", "ranks", "tensorboard", "monitor")
+FOLDERS = ("ckpt", "ranks", "tensorboard", "traces", "monitor")
 FILES = (
     "provenance.json",
     "profile.json",

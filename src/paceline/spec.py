@@ -35,6 +35,9 @@ DEFAULT_EPOCHS = 20
 HF_PREFIX, HF_TASK = "hf:", "paceline.hf.task:HuggingFace"
 LENGTH = re.compile(r"\d{1,12}(\.\d{1,6})? (sample|step|epoch)s?", re.ASCII)
 
+TRACE = re.compile(r"(\d{1,12}):(\d{1,12})", re.ASCII)
+MAX_TRACED_STEPS = 100  # the events of all of them are in memory
+
 
 class Value(BaseModel):
     """Base class of values: frozen, comparable and strict. An unknown key or a wrong type is an error."""
@@ -330,6 +333,11 @@ class Spec(Value):
         description="profile steps for paceline profile; false: none"
         " [default: as many as cost less than 1 % of the time]",
     )
+    trace: str | None = Field(
+        default=None,
+        description="first and last step to trace, such as 20:25; the trace shows what each rank does when"
+        " [default: none]",
+    )
     timeout_s: float = Field(
         default=60.0,
         gt=0,
@@ -358,6 +366,20 @@ class Spec(Value):
                 f"max_time must be a duration such as '90m', '1h30m' or '2d', got {abbreviate(value)}"
             ) from None
         return value
+
+    @field_validator("trace")
+    @classmethod
+    def _trace_is_a_range(cls, text: str | None) -> str | None:
+        if text is None:
+            return None
+        match = TRACE.fullmatch(text)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise ValueError(
+                f"trace must be the first and the last step, such as '20:25', got {abbreviate(text)}"
+            )
+        if (count := int(match[2]) - int(match[1]) + 1) > MAX_TRACED_STEPS:
+            raise ValueError(f"trace={text} has {count:,} steps; trace at most {MAX_TRACED_STEPS}")
+        return text
 
     @field_validator("evaluate_splits")
     @classmethod
@@ -428,6 +450,14 @@ class Spec(Value):
                 f"epochs={self.epochs:g} and steps={self.steps} contradict each other; specify either of them"
             )
         return self
+
+    @property
+    def trace_steps(self) -> range:
+        """The steps to trace."""
+        if self.trace is None:
+            return range(0)
+        first, _, last = self.trace.partition(":")
+        return range(int(first), int(last) + 1)
 
     def total_steps(self, samples: int) -> int:
         """Return the number of steps of the whole training, if an epoch has `samples` samples.

@@ -3,7 +3,8 @@
 import contextlib
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,3 +97,21 @@ def multiply_experts_of_all_dtypes() -> None:
         return is_known and bool(original(input, weight, offs))
 
     experts._can_use_grouped_mm = can_use_grouped_mm
+
+
+# torch 2.13: a hook that is added to a compiled module lets it compile again. What is called in place of the
+# compiled code is an attribute, which modules without compiled code have, too.
+def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
+    """Let `call(run, …)` answer the calls of a module; `run` is the call as it was. Return what ends that."""
+    attributes: dict[str, Any] = module.__dict__
+    before = attributes.get("_compiled_call_impl")
+    run = before if before is not None else module._call_impl
+    attributes["_compiled_call_impl"] = partial(call, run)
+
+    def end() -> None:
+        if before is not None:
+            attributes["_compiled_call_impl"] = before
+        else:
+            del attributes["_compiled_call_impl"]
+
+    return end

@@ -44,9 +44,10 @@ from paceline.plan.plan import parse
 from paceline.plan.search.search import find_fastest, search_plans
 from paceline.report.breakdown import break_down
 from paceline.run import RunFolder
-from paceline.training.profiling import step_profile
+from paceline.training.profiling import torch_profiler
 from paceline.training.profiling.peak_memory import Allocation, ProfiledState, measure_peak
 from paceline.training.profiling.profiler import StepProfiler
+from paceline.training.profiling.step_profile import Profile
 from paceline.training.profiling.time_breakdown import (
     END,
     GRADIENTS,
@@ -229,13 +230,13 @@ def stop_during_a_collective(wait_s: float) -> tuple[bool, bool]:
     params = list(model.parameters())
     state = ProfiledState(model, [torch.optim.SGD(params)], params)
     dist.all_reduce(torch.ones(1))
-    profile = step_profile.Profile(state, lambda observe: None, torch.device("cpu"), 1, 0, False)
+    profile = Profile(state, lambda observe: None, torch.device("cpu"), 1, 0, False)
     if dist.get_rank() == 1:
         time.sleep(0.3)
     work = dist.all_reduce(torch.ones(1), async_op=True)
-    step_profile.STOP_S = wait_s
+    torch_profiler.STOP_S = wait_s
     stopped, is_over = profile.stop(), work.is_completed()
-    step_profile.STOP_S = 10.0
+    torch_profiler.STOP_S = 10.0
     work.wait()
     assert stopped or profile.stop()
     return stopped, is_over

@@ -227,6 +227,14 @@ def build_request(
             rich_help_panel=RUN,
         ),
     ] = None,
+    trace: Annotated[
+        str | None,
+        Option(
+            metavar="FIRST:LAST",
+            help="Trace these steps, such as 20:25: what each rank does when, for Perfetto [default: none]",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
     device: Annotated[
         str | None, Option(help="Device: cpu or cuda [default: cuda if available]", rich_help_panel=RANKS)
     ] = None,
@@ -268,6 +276,7 @@ def build_request(
         "profile": profile,
         "report": report,
         "monitor": monitor,
+        "trace": trace,
         "device": device,
         "restarts": restarts,
         "timeout_s": timeout,

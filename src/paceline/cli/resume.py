@@ -66,6 +66,10 @@ def resume(
             metavar="SECONDS|off", help="Seconds between samples of each node, or off [default: as before]"
         ),
     ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(metavar="FIRST:LAST", help="Trace these steps, such as 20:25 [default: as before]"),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Device: cpu or cuda [default: as before]")] = None,
     restarts: Annotated[
         int | None,
@@ -104,6 +108,7 @@ def resume(
         "profile": profile,
         "report": report,
         "monitor": monitor,
+        "trace": trace,
         "device": device,
         "restarts": restarts,
         "timeout_s": timeout,
@@ -132,6 +137,8 @@ def resume_run(
     file = folder.next_spec if is_restart and folder.next_spec.exists() else folder.spec
     before = specs.load_own(file, {}, edited)[1]
     spec, launch = specs.load_own(file, overrides, edited)
+    if "trace" in overrides:
+        _check_traced_steps(folder, spec)
     if me.rank == 0 and (skipped := glance(folder).skipped):
         print(f"{folder.path}: {skipped}", file=sys.stderr)
     if "plan" in overrides:
@@ -157,6 +164,16 @@ def resume_run(
     finally:
         if me.rank == 0:  # if the start was refused, the run keeps its request
             folder.next_spec.unlink(missing_ok=True)
+
+
+def _check_traced_steps(folder: RunFolder, spec: Spec) -> None:
+    """Raise RunError if the run has already done the first step to trace."""
+    done = max(folder.checkpoints(), default=0)
+    if spec.trace_steps and spec.trace_steps[0] <= done:
+        raise RunError(
+            f"--trace {spec.trace} begins at step {spec.trace_steps[0]}, and {folder.path} continues with "
+            f"step {done + 1}; use later steps"
+        )
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,7 @@ def workers_per_rank(local_size: int, device: torch.device, requested: int | Non
 
 BUSY_SAMPLE_S = 0.25  # duration of the sample of what other processes use of the cores
 FLIGHT_RECORDER_SIZE = 64  # collectives in torch's flight recorder, which `paceline doctor` reads
+RECORDED_PER_STEP, MAX_RECORDED = 256, 2048  # the same for a trace; reading 2048 takes about 0.1 s
 # Minimum timeout until each rank has run all kinds of operations of a step once.
 START_TIMEOUT_S = 600.0
 SAVE_TIMEOUT_S = 1800.0  # the same while ranks write a checkpoint, for the slowest of them
@@ -144,18 +145,20 @@ def start_timeout_s(timeout_s: float) -> float:
 
 @contextlib.contextmanager
 def process_group(
-    world: World, device: torch.device, timeout_s: float, meeting_place: Path
+    world: World, device: torch.device, timeout_s: float, meeting_place: Path, traced_steps: int = 0
 ) -> Iterator[None]:
     """Create the default process group for this context, with the timeout of a start, unless it exists.
 
     meeting_place: a folder that all ranks see, for launchers that provide no store.
+    traced_steps: number of steps whose collectives the flight recorder keeps for a trace.
     """
     timeout_s = start_timeout_s(timeout_s)
     if dist.is_initialized():
         yield
         return
     # torch reads it when it creates the first process group.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDER_SIZE))
+    recorded = min(MAX_RECORDED, max(FLIGHT_RECORDER_SIZE, traced_steps * RECORDED_PER_STEP))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(recorded))
     check_interfaces()
     store = _rendezvous(world, timeout_s, meeting_place)
     with restore_interface_variables():

@@ -1,4 +1,4 @@
-"""Collectives over gloo that this process has started and that have not ended."""
+"""Collectives that this process has started, as torch's flight recorder has them."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ POLL_S = 0.001
 
 def records_collectives() -> bool:
     """Return whether torch's flight recorder has seen a collective of this process."""
-    return bool(_read_entries())
+    return bool(read_collectives())
 
 
 def wait_for_collectives(timeout_s: float) -> bool:
@@ -21,7 +21,7 @@ def wait_for_collectives(timeout_s: float) -> bool:
     """
     ends = time.monotonic() + timeout_s
     while any(
-        not entry["retired"] for entry in _read_entries() if entry["profiling_name"].startswith("gloo:")
+        not entry["retired"] for entry in read_collectives() if entry["profiling_name"].startswith("gloo:")
     ):
         if time.monotonic() > ends:
             return False
@@ -29,7 +29,8 @@ def wait_for_collectives(timeout_s: float) -> bool:
     return True
 
 
-def _read_entries() -> list[Any]:
+def read_collectives() -> list[Any]:
+    """Return the entries of the flight recorder, oldest first. It keeps a limited number of them."""
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
     entries: list[Any] = json.loads(dump(True, False)).get("entries", []) if dump is not None else []
     return entries

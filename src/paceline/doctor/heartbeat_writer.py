@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,6 +46,7 @@ class HeartbeatWriter:
         self.run, self.rank, self.ranks = run, rank, ranks
         self.patience_s: float | None = patience_s
         self.saving_s = saving_s
+        self.on_phase: Callable[[str], None] | None = None  # called at the begin of each phase
         self.step = 0
         self.steps: int | None = None
         self._birth = heartbeat.process_birth(os.getpid())
@@ -83,6 +85,8 @@ class HeartbeatWriter:
         now = time.perf_counter()
         self._spent_s[self._phase] += now - self._since
         self._phase, self._since = phase, now
+        if self.on_phase is not None:
+            self.on_phase(phase)
         if phase in (DATA, OWN_CODE):
             self._step_began = now
 

@@ -85,6 +85,7 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
             choose_device(world, launch.device),
             spec.timeout_s,
             run.path if run is not None else Path("runs"),
+            len(spec.trace_steps),
         ),
     ):
         try:

@@ -61,6 +61,7 @@ from paceline.training.step import TrainingStep
 from paceline.training.step_metrics import ControlFlags, LaunchedStep, MetricsReducer, StepMetrics
 from paceline.training.stop_policy import StopPolicy, check_stop
 from paceline.training.torch_settings import ineffective_options, set_free_threads, torch_settings
+from paceline.training.tracing.step_tracer import StepTracer, check_traced_steps
 from paceline.training.update_sequence import UpdateSequence
 from paceline.training.weight_operations import read_operations
 from paceline.units import parse_duration_s
@@ -116,7 +117,9 @@ def train(
         torch_device = choose_device(world, device)
         stack.enter_context(torch_settings(spec, world))
         meeting_place = run.path if run is not None else Path("runs")
-        stack.enter_context(process_group(world, torch_device, spec.timeout_s, meeting_place))
+        stack.enter_context(
+            process_group(world, torch_device, spec.timeout_s, meeting_place, len(spec.trace_steps))
+        )
         notes = (
             *notes,
             *set_free_threads(spec, world, run, torch_device),
@@ -145,6 +148,7 @@ def train(
         check_stop(spec, data.evaluated.keys())
         notes = (*notes, *check_ranks(task, world, data.lengths))
         notes = (*notes, *check_sample_count(data.samples, resolved, spec.batch))
+        check_traced_steps(spec, resolved, spec.total_steps(data.samples))
         clock.mark("data")
         if resolved.servers is not None:
             read_operations(task, resolved)
@@ -266,6 +270,8 @@ class TrainingLoop:
         self.profiler = StepProfiler(
             spec.profile, self.first, self.total, prepared, context.plan, world, context.device
         )
+        self.tracer = StepTracer(context, prepared, heartbeat, self.first)
+        self.profiler.traced = self.tracer.steps
 
     def events(self) -> Generator[Event]:
         """Train, and yield what happens."""
@@ -288,7 +294,7 @@ class TrainingLoop:
             self.batch_slice.microbatches,
             agree_on_longest(None, self.device),
         )
-        with contextlib.closing(source), contextlib.closing(self.profiler):
+        with contextlib.closing(source), contextlib.closing(self.profiler), contextlib.closing(self.tracer):
             yield from self._run_steps(source)
         yield from self.checkpoints.finish(
             self.step, self.total, self.evaluator.metrics_at(self.step), self.stopping.state
@@ -311,9 +317,11 @@ class TrainingLoop:
     def _run_steps(self, source: Iterator[Batch]) -> Iterator[Event]:
         while self.step < self.total and not self.stopping.is_over:
             self.profiler.begin(self.step)
+            self.tracer.begin(self.step)
             launched, finished = self._run_step(source)
             self.metrics.add(launched)
             yield from self.profiler.end(self.step, launched.data_s)
+            yield from self.tracer.end(self.step)
             self.stopping.poll()
             self.heartbeat.done(self.step)
             yield from self._compare_buffers()
@@ -331,6 +339,7 @@ class TrainingLoop:
             if is_save_due:
                 yield from self._save()
             yield from self.checkpoints.report(wait=False)
+        yield from self.tracer.finish(self.step)
         yield from self._flush_metrics()
 
     def _run_step(

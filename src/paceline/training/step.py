@@ -64,6 +64,10 @@ class LossScale:
             self.scale, self.good_steps = self.scale * 2, 0
 
 
+def ignore_microbatch(index: int) -> None:
+    """Do nothing: nobody follows the micro-batches."""
+
+
 @dataclass
 class TrainingStep:
     """One update. Call it with the micro-batches of each step; its fields are the same for all steps."""
@@ -100,6 +104,7 @@ class TrainingStep:
     # Forward and backward run in this context.
     loss_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     on_phase: Callable[[str], None] = lambda phase: None  # called at the begin of each phase
+    on_microbatch: Callable[[int], None] = ignore_microbatch  # called with the index of each that begins
     # Called once, with the first output, its batch and its loss.
     on_first_loss: Callable[[object, Batch, Tensor], None] | None = None
     # Called after each backward pass, to complete gradients that torch's engines leave incomplete.
@@ -217,8 +222,7 @@ class TrainingStep:
         losses, items = [], []
         whole: Tensor | float | None = None
         for index, batch in enumerate(batches):
-            self.on_phase(FORWARD)
-            self._seed_model(step, index)
+            self._begin_microbatch(step, index)
             with self._sync_if(index == len(batches) - 1):
                 with autocast(self.precision, self.device), self._new_buffer_pass():
                     loss, num_items = compute_weighted_loss(
@@ -249,8 +253,7 @@ class TrainingStep:
             return
         with torch.no_grad(), preserved_buffers(self.model), self._sync_if(False):
             for index, batch in enumerate(batches):
-                self.on_phase(FORWARD)
-                self._seed_model(step, index)
+                self._begin_microbatch(step, index)
                 with autocast(self.precision, self.device), self._new_buffer_pass():
                     auxiliary.add(forward(self.task, self.model, batch), batch)
         self._begin_buffers()
@@ -271,8 +274,7 @@ class TrainingStep:
         """Accumulate the gradients of a loss of the whole global batch. Returns what `backward` does."""
 
         def forward_(index: int) -> object:
-            self.on_phase(FORWARD)
-            self._seed_model(step, index)
+            self._begin_microbatch(step, index)
             with autocast(self.precision, self.device), self._new_buffer_pass():
                 return gather_splits(forward(self.task, self.model, batches[index]))
 
@@ -321,7 +323,10 @@ class TrainingStep:
         if self.inner is not None:
             self.inner.end()
 
-    def _seed_model(self, step: int, microbatch: int) -> None:
+    def _begin_microbatch(self, step: int, microbatch: int) -> None:
+        """Begin the forward pass of a micro-batch."""
+        self.on_microbatch(microbatch)
+        self.on_phase(FORWARD)
         seed_torch(derive_seed(self.seed, "model", step, microbatch, *self.place.stream), self.device)
 
     def _expected_items(self, items: float, micro_batches: int) -> float:

@@ -42,6 +42,7 @@ class StepProfiler:
         self.enabled = enabled if training.servers is None else False
         self.first, self.total, self.training = first, total, training
         self.plan, self.world, self.device = plan, world, device
+        self.traced = range(0)  # steps that a trace records, which are not profiled
         self.measured_s = 0.0
         self.measured_steps = -1
         self.next = first + WARM_UP_STEPS  # steps done before the next profile
@@ -126,6 +127,7 @@ class StepProfiler:
             or step < self.next
             or step + steps > self.total
             or steps > MAX_PROFILED_STEPS
+            or (self.traced and step < self.traced[-1] and self.traced[0] <= step + steps)
             or not self._is_known_to_end()
         ):
             return False

@@ -1,6 +1,5 @@
 """A profile of a few steps on one rank, and the event that the profiles of all ranks give."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -8,11 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.distributed.unfinished import wait_for_collectives
 from paceline.distributed.world import World
 from paceline.events import Profiled
 from paceline.plan.plan import ResolvedPlan
-from paceline.torch_compat import LOG_ERROR, set_log_level
 from paceline.training.profiling import peak_memory
 from paceline.training.profiling.peak_memory import PeakMemory, ProfiledState
 from paceline.training.profiling.time_breakdown import (
@@ -26,9 +23,9 @@ from paceline.training.profiling.time_breakdown import (
     measure_on_device,
     measure_on_host,
 )
+from paceline.training.profiling.torch_profiler import TorchProfiler
 
 EVENT_S = 2e-6  # that recording an event adds to a step
-STOP_S = 10.0  # maximum wait for collectives that a profile contains
 # Of a step; a checkpoint is not part of a step.
 PARTS = ("compute", "communication", "bubble", "input", "optimizer", "other")
 
@@ -63,19 +60,7 @@ class Profile:
             peak_memory.count_optimizer_bytes(state),
         )
         self.observe = set_observer(self._observe)
-        self.profiler: Any = None
-        if not torch.autograd._profiler_enabled():  # else the user is profiling
-            # torch 2.13: the profiler reports its start on standard error at a lower level.
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-            self.log_level = set_log_level(LOG_ERROR)
-            use = "cuda" if device.type == "cuda" else None
-            with torch.autograd.profiler.profile(use_device=use):  # the first profiled operation is slow
-                torch.zeros(1, device=device)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-                torch.cuda.reset_peak_memory_stats(device)
-            self.profiler = torch.autograd.profiler.profile(use_device=use, profile_memory=True)
-            self.profiler.__enter__()
+        self.profiler = TorchProfiler(device, profile_memory=True)
         self.cost_s = time.perf_counter() - began
 
     def begin(self) -> None:
@@ -104,17 +89,9 @@ class Profile:
         return is_last
 
     def stop(self) -> bool:
-        """Stop torch's profiler, and return whether that was possible.
-
-        A thread of gloo that ends a collective after that would write into freed memory (torch 2.13). So the
-        profiler goes on if a collective does not end, for example because another rank failed.
-        """
+        """Stop torch's profiler, and return whether that was possible."""
         self.set_observer(self.observe)
-        if self.profiler is None or not wait_for_collectives(STOP_S):
-            return False
-        self.profiler.__exit__(None, None, None)
-        set_log_level(self.log_level)
-        return True
+        return self.profiler.stop()
 
     def read(self) -> list[float]:
         """Return a row of NUM_COLUMNS figures.
@@ -125,7 +102,7 @@ class Profile:
         if not self.stop():
             return [self.cost_s, *[0.0] * (NUM_COLUMNS - 1)]
         cuda = self.device.type == "cuda"
-        results = self.profiler.kineto_results
+        results = self.profiler.results
         ops = list(_convert_events(results.events(), cuda))
         seconds = (measure_on_device if cuda else measure_on_host)(ops, self.data_ns)
         allocations = peak_memory.find_allocations(results.experimental_event_tree(), self.device)

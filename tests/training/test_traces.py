@@ -1,0 +1,337 @@
+"""Traces of steps: what the files show, and that the training stays the same to the last bit."""
+
+import copy
+import gzip
+import itertools
+import json
+import shlex
+import time
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import models
+from chrome_traces import ChromeTrace, Slice, parse_trace, read_trace
+from command import paceline, succeed
+from harness import ranks
+from paceline import Spec, train
+from paceline.distributed import clock_offset
+from paceline.distributed.dtensor import is_materialized, local_tensor
+from paceline.distributed.world import World
+from paceline.errors import SpecError
+from paceline.events import Noted, Profiled, Step
+from paceline.plan.plan import parse
+from paceline.run import RunFolder
+from paceline.spec import Save
+from paceline.training.init.named_tensors import named_tensors
+from paceline.training.profiling.torch_profiler import TorchProfiler
+from paceline.training.tracing.collectives import find_collectives
+from paceline.training.tracing.profiled_ops import ProfiledOp
+from paceline.training.tracing.ranges import RangeStack
+from pages import read_blocks
+
+pytestmark = pytest.mark.processes
+
+SPEC = Spec(batch=8, steps=6, evaluate_every=100, save=Save(minutes=float("inf")), profile=False)
+TRACED = SPEC.model_copy(update={"trace": "3:4"})
+PHASES = ["data", "forward", "backward", "update", "report"]
+
+
+def train_and_digest(task: Any, spec: Spec, plan: str, folder: str) -> tuple[list[Any], list[str]]:
+    """Return losses and digests of this rank's gradients and weights in each step, and the notes."""
+    digests: list[Any] = []
+
+    def observe(model: nn.Module, what: str, step: int) -> None:
+        tensors = {name: tensor for name, tensor in named_tensors(model).items() if is_materialized(tensor)}
+        values = [tensor.grad if what == "gradients" else tensor for tensor in tensors.values()]
+        content = [local_tensor(value.detach()).numpy().tobytes() for value in values if value is not None]
+        digests.append((what, step, zlib.crc32(b"".join(content))))
+
+    events = list(
+        train(spec, parse(plan), task=task, run=RunFolder(Path(folder)), device="cpu", observe=observe)
+    )
+    losses = [(event.loss, event.grad_norm) for event in events if isinstance(event, Step)]
+    notes = [event.message for event in events if isinstance(event, Noted)]
+    return [*losses, *digests], notes
+
+
+def trace(folder: Path, plan: str, task: Any = None, size: int = 2, spec: Spec = TRACED) -> ChromeTrace:
+    """Train with and without a trace, compare the results, and return the trace of all ranks."""
+    task = task or models.ShortText()
+    for name in ("traced", "plain"):
+        (folder / name).mkdir()
+    traced = ranks(size)(train_and_digest, task, spec, plan, str(folder / "traced"))
+    plain = ranks(size)(
+        train_and_digest, task, spec.model_copy(update={"trace": None}), plan, str(folder / "plain")
+    )
+    assert [result for result, _ in traced] == [result for result, _ in plain], "a trace changes a result"
+    steps = spec.trace_steps
+    path = folder / "traced" / "traces" / f"steps_{steps[0]}-{steps[-1]}"
+    assert traced[0][1] == [
+        f"traced steps {steps[0]} to {steps[-1]}: {path}/all.json.gz; open it in https://ui.perfetto.dev"
+    ]
+    assert not (folder / "plain" / "traces").exists()
+    whole = read_trace(path / "all.json.gz")
+    for rank in range(size):
+        alone = json.loads(gzip.decompress((path / f"{rank}.json.gz").read_bytes()))
+        merged = json.loads(gzip.decompress((path / "all.json.gz").read_bytes()))["traceEvents"]
+        assert alone["traceEvents"] == [event for event in merged if event["pid"] == rank]
+    return whole
+
+
+def phases_of(step: Slice) -> list[str]:
+    """Return the names of the phases of a step, without repetitions by micro-batches."""
+    return list(dict.fromkeys(phase.name for phase in step.find("phase")))
+
+
+@pytest.mark.parametrize("plan", ["ddp,microbatches=2", "zero3", "tp=2", "zero1"])
+def test_trace(plan: str, tmp_path: Path) -> None:
+    found = trace(tmp_path, plan)
+    microbatches = 2 if "microbatches" in plan else 1
+    for rank in (0, 1):
+        steps = found.find("step", rank)
+        assert [step.name for step in steps] == ["step 3", "step 4"]
+        for step in steps:
+            assert phases_of(step) == PHASES
+            parts = step.find("micro-batch")
+            assert [part.name for part in parts] == [f"micro-batch {at}" for at in range(microbatches)]
+            for part in parts:
+                forward, backward = part.find("phase")
+                assert (forward.name, backward.name) == ("forward", "backward")
+                blocks = [block.name for block in forward.find("block") if block.name.startswith("blocks.")]
+                assert blocks == ["blocks.0", "blocks.1"]
+                assert forward.find("op")
+                assert backward.find("op")
+                reverse = [block.name for block in backward.find("block") if block.name.startswith("blocks.")]
+                assert list(dict.fromkeys(reverse)) == ["blocks.1 backward", "blocks.0 backward"]
+    collectives = found.find("collective")
+    assert len({one.rank for one in collectives}) == 2
+    numbered = [one for one in collectives if one.args]
+    assert numbered, "no collective has a group"
+    for one in numbered:
+        for other in numbered:
+            if (other.args["ranks"], other.args["number"]) == (one.args["ranks"], one.args["number"]):
+                assert (other.name, other.args) == (one.name, one.args)
+                assert "broadcast" in one.name or one.begin < other.end, "a collective waits for all ranks"
+    arrows = [flow for flow in found.flows if flow.source.rank != flow.target.rank]
+    assert arrows, "no collective is connected with that of the other rank"
+    assert all(flow.source.args == flow.target.args for flow in arrows)
+
+
+def test_checks_find_mistakes(tmp_path: Path) -> None:
+    trace(tmp_path, "ddp")
+    tree = json.loads(gzip.decompress((tmp_path / "traced/traces/steps_3-4/all.json.gz").read_bytes()))
+    parse_trace(tree)
+    late = copy.deepcopy(tree)
+    for event in late["traceEvents"]:
+        if event["pid"] == 1 and "ts" in event:
+            event["ts"] -= 1e6  # a clock that is a second slow
+    with pytest.raises(AssertionError, match="back in time"):
+        parse_trace(late)
+    long = copy.deepcopy(tree)
+    phase = next(event for event in long["traceEvents"] if event.get("cat") == "phase")
+    phase["dur"] += 1e5
+    with pytest.raises(AssertionError, match="crosses"):
+        parse_trace(long)
+    lost = copy.deepcopy(tree)
+    lost["traceEvents"].remove(next(event for event in lost["traceEvents"] if event["ph"] == "f"))
+    with pytest.raises(AssertionError, match="two ends"):
+        parse_trace(lost)
+
+
+def test_one_process_and_an_evaluation(tmp_path: Path) -> None:
+    spec = SPEC.model_copy(update={"trace": "3:5", "evaluate_every": 4})
+    found = trace(tmp_path, "single", None, 1, spec)
+    assert [step.name for step in found.find("step")] == ["step 3", "step 4", "step 5"]
+    assert not found.flows
+    between = [one.name for one in found.tracks[0, 1] if one.kind == "phase"]
+    assert "evaluate" in between, "an evaluation between two steps is in no step"
+
+
+def stop_after(folder: str, polls: int) -> list[str]:
+    asked = itertools.count()
+    spec = SPEC.model_copy(update={"trace": "2:101", "steps": 2000})
+    events = train(
+        spec,
+        parse("ddp"),
+        task=models.Points(),
+        run=RunFolder(Path(folder)),
+        device="cpu",
+        stop=lambda: next(asked) >= polls,
+    )
+    return [event.message for event in events if isinstance(event, Noted)]
+
+
+def test_a_stop_ends_the_trace(tmp_path: Path) -> None:
+    [note], _ = ranks(2)(stop_after, str(tmp_path), 5)
+    [folder] = (tmp_path / "traces").iterdir()
+    last = int(folder.name.rpartition("-")[2])
+    assert note.startswith(f"traced steps 2 to {last}: ")
+    assert 5 <= last < 101
+    steps = [step.name for step in read_trace(folder / "all.json.gz").find("step", 0)]
+    assert steps == [f"step {number}" for number in range(2, last + 1)]
+
+
+def test_profiles_avoid_traced_steps(tmp_path: Path) -> None:
+    spec = TRACED.model_copy(update={"profile": True, "trace": "4:5", "steps": 8})
+    events = list(train(spec, task=models.Points(), run=RunFolder(tmp_path), device="cpu"))
+    profiled = {event.step for event in events if isinstance(event, Profiled)}
+    assert profiled
+    assert not profiled & {4, 5}
+    assert any(isinstance(event, Noted) and "traced steps" in event.message for event in events)
+
+
+def test_another_profiler(tmp_path: Path) -> None:
+    with torch.autograd.profiler.profile():
+        events = list(train(TRACED, task=models.Points(), run=RunFolder(tmp_path), device="cpu"))
+    [note] = [event.message for event in events if isinstance(event, Noted)]
+    assert note == (
+        "the trace of steps 3 to 4 is not complete: rank 0: another profiler of torch is active; "
+        "leave either of them out"
+    )
+
+
+def test_files_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "traces").write_text("")
+    events = list(train(TRACED, task=models.Points(), run=RunFolder(tmp_path), device="cpu"))
+    [note] = [event.message for event in events if isinstance(event, Noted)]
+    assert note.startswith("the trace of steps 3 to 4 is not complete: rank 0: ")
+    assert len([event for event in events if isinstance(event, Step)]) == 6
+
+
+def test_steps_outside_of_the_training(tmp_path: Path) -> None:
+    spec = SPEC.model_copy(update={"trace": "6:7"})
+    with pytest.raises(SpecError, match=r"^trace=6:7 has steps up to 7, and the training ends at step 6;"):
+        list(train(spec, task=models.Points(), run=RunFolder(tmp_path), device="cpu"))
+
+
+@pytest.mark.parametrize("text", ["5", "5:4", "0:3", "a:b", "1:2:3", "1:101"])
+def test_values_that_are_no_range(text: str) -> None:
+    with pytest.raises(ValueError, match="trace"):
+        Spec(trace=text)
+
+
+def check_refused(message: str, *words: str | Path, at: Path) -> None:
+    result = paceline(*words, at=at)
+    assert (result.status, result.err.count("\n")) == (2, 1), result.all
+    assert message in result.err
+
+
+def test_commands_of_the_page(tmp_path: Path) -> None:
+    train_line, resume_line = read_blocks("docs/traces.md")["traces"].splitlines()
+    train_words, resume_words = shlex.split(train_line)[1:], shlex.split(resume_line)[1:]
+    long = [word.replace("20:22", "20:31") for word in train_words]
+    check_refused("trace=20:31 has steps up to 31, and the training ends at step 30", *long, at=tmp_path)
+    assert "traced steps 20 to 22" in succeed(*train_words, at=tmp_path).out
+    early = [word.replace("35:36", "30:36") for word in resume_words]
+    message = "--trace 30:36 begins at step 30, and runs/a continues with step 31; use later steps"
+    check_refused(message, *early, at=tmp_path)
+    succeed(*resume_words, at=tmp_path)
+    succeed("resume", "runs/a", "--steps", "42", at=tmp_path)  # the steps of the last trace are done
+    traces = tmp_path / "runs/a/traces"
+    assert {path.name for path in traces.iterdir()} == {"steps_20-22", "steps_35-36"}
+    for folder, names in (
+        ("steps_20-22", ["step 20", "step 21", "step 22"]),
+        ("steps_35-36", ["step 35", "step 36"]),
+    ):
+        for rank in (0, 1):
+            found = read_trace(traces / folder / "all.json.gz").find("step", rank)
+            assert [step.name for step in found] == names
+
+
+def measure_with_shifted_clock(shift_ns: int, same_clock: bool) -> tuple[int, int]:
+    rank = dist.get_rank()
+    clock_offset.read_clock_id = lambda: "" if same_clock else str(min(rank, 1))
+    clock_offset.time = SimpleNamespace(time_ns=lambda: time.time_ns() + shift_ns * (rank > 0))
+    try:
+        return clock_offset.measure_clock_offset(World(rank=rank, size=dist.get_world_size()))
+    finally:
+        clock_offset.time = time
+
+
+def test_offset_of_the_clocks_of_nodes() -> None:
+    shift_ns = 5_000_000_000
+    found = ranks(3)(measure_with_shifted_clock, shift_ns, False)
+    assert found[0] == (0, 0)
+    for offset_ns, error_ns in found[1:]:
+        assert abs(offset_ns + shift_ns) <= error_ns < 10**9
+    assert found[1] == found[2], "ranks of a node have one clock"
+    assert ranks(3)(measure_with_shifted_clock, shift_ns, True) == [(0, 0)] * 3
+
+
+def entry(group: str, name: str, number: int, at: int) -> dict[str, Any]:
+    return {
+        "process_group": [group, ""],
+        "profiling_name": f"gloo:{name}",
+        "collective_seq_id": number,
+        "time_created_ns": at,
+        "is_p2p": False,
+        "input_sizes": [[4]],
+    }
+
+
+def call(name: str, thread: int, begin: int, end: int) -> ProfiledOp:
+    return ProfiledOp(f"gloo:{name}", "op", begin, end, thread, is_async=True)
+
+
+US = 1000
+
+
+def numbers_of(calls: list[ProfiledOp], entries: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    first = ProfiledOp("aten::mm", "op", 0, 1, 1)
+    found = find_collectives([first, *calls], entries, {"a": [0, 1], "b": [0, 2]})
+    return [(one.group, one.number) for one in found]
+
+
+def test_groups_of_collectives() -> None:
+    calls = [call("all_reduce", 2, 20 * US, 90 * US), call("all_reduce", 3, 400 * US, 500 * US)]
+    entries = [entry("a", "all_reduce", 7, 10 * US), entry("b", "all_reduce", 3, 390 * US)]
+    assert numbers_of(calls, entries) == [("a", 7), ("b", 3)]
+    assert numbers_of([calls[1], calls[0]._replace(begin_ns=900 * US, end_ns=950 * US)], entries)[1] == (
+        "",
+        0,
+    )
+    forgotten = [call("all_reduce", 2, 5 * US, 9 * US), *calls]
+    assert numbers_of(forgotten, entries)[0] == ("", 0), "its request was before the trace"
+
+
+def test_order_of_two_threads_is_uncertain() -> None:
+    entries = [entry("a", "all_reduce", 7, 10 * US), entry("a", "all_reduce", 8, 11 * US)]
+    racing = [call("all_reduce", 2, 20 * US, 90 * US), call("all_reduce", 3, 21 * US, 60 * US)]
+    assert numbers_of(racing, entries) == [("", 0), ("", 0)]
+    entries[1]["time_created_ns"] = 20 * US + 1
+    assert numbers_of(racing, entries) == [("a", 7), ("a", 8)]
+
+
+def test_ranges_close_what_is_inside() -> None:
+    log: list[str] = []
+
+    def open_range(kind: str, name: str) -> Any:
+        log.append(name)
+        return lambda: log.append(f"/{name}")
+
+    stack = RangeStack(open_range)
+    stack.begin_step(1)
+    stack.begin_microbatch(0)
+    stack.begin_phase("forward")
+    stack.begin_microbatch(1)
+    stack.begin_phase("update")
+    stack.close()
+    inner = ["micro-batch 0", "forward", "/forward", "/micro-batch 0", "micro-batch 1", "/micro-batch 1"]
+    assert log == ["step 1", *inner, "update", "/update", "/step 1"]
+
+
+def test_parameter_servers_are_refused(tmp_path: Path) -> None:
+    request = ("train", "digits", "--ranks", "3", "--plan", "parameter-server", "--steps", "4")
+    check_refused("leave trace=2:3 out", *request, "--trace", "2:3", at=tmp_path)
+
+
+def test_profiler_is_off_while_another_is_active() -> None:
+    with torch.autograd.profiler.profile():
+        assert not TorchProfiler(torch.device("cpu"), False).is_running
