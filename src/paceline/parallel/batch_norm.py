@@ -79,7 +79,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _SumOverRanks.forward(ctx, grad, ctx.group), None
+        return _SumOverRanks.apply(grad, ctx.group), None
 
 
 def _forward(

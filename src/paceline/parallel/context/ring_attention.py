@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -68,6 +69,7 @@ class _RingFunction(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable  # an error, and not a wrong number, if a task differentiates gradients
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         with _ring_options(grad, ctx.is_causal):
             grads = ctx.kernel.backward(

@@ -148,6 +148,10 @@ def sum_partials(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
+# The backward of each function below is the forward of its counterpart, so that a task may differentiate
+# gradients (torch.autograd.grad with create_graph=True).
+
+
 class _EnterSplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -156,14 +160,13 @@ class _EnterSplitLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        whole = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=ctx.group)
-        return whole, None
+        return _SumPartials.apply(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
 class _SumPartials(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         whole = part.contiguous()
         dist.all_reduce(whole, group=group)
         ctx.mark_dirty(whole) if whole is part else None
@@ -171,7 +174,7 @@ class _SumPartials(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        return _EnterSplitLinear.apply(grad, ctx.group), None
 
 
 class _GatherOutput(torch.autograd.Function):
@@ -183,7 +186,7 @@ class _GatherOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
         width = shard_size(features, group.size())
-        ctx.begin, ctx.features = group.rank() * width, part.shape[-1]
+        ctx.begin, ctx.features, ctx.group = group.rank() * width, part.shape[-1], group
         padded = F.pad(part, (0, width - part.shape[-1])).contiguous()  # no padding if all widths are equal
         parts = [torch.empty_like(padded) for _ in range(group.size())]
         dist.all_gather(parts, padded, group=group)
@@ -193,4 +196,15 @@ class _GatherOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.narrow(-1, ctx.begin, ctx.features), None, None
+        return _TakeFeatures.apply(grad, ctx.begin, ctx.features, ctx.group), None, None
+
+
+class _TakeFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, begin: int, features: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.features, ctx.group = whole.shape[-1], group
+        return whole.narrow(-1, begin, features)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _GatherOutput.apply(grad, ctx.features, ctx.group), None, None, None

@@ -68,13 +68,13 @@ class SequenceCollectives:
     def gather(self, part: Tensor) -> Tensor:
         """Return whole activations for operations that every rank computes in the same way."""
         self._check_part(part)
-        whole: Tensor = _GatherSequence.apply(part, self)
+        whole: Tensor = _GatherSequence.apply(part, self, self.length)
         return whole
 
     def gather_for_split(self, part: Tensor) -> Tensor:
         """Return whole activations for split layers, and reduce-scatter their gradient."""
         self._check_part(part)
-        whole: Tensor = _EnterSplitSequence.apply(part, self)
+        whole: Tensor = _EnterSplitSequence.apply(part, self, self.length)
         return whole
 
     def _check_part(self, part: Tensor) -> None:
@@ -131,47 +131,49 @@ class SequenceCollectives:
         return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - self.dim) + [0, missing]) if missing else tensor
 
 
+# The backward of each function below is the forward of its counterpart, so that a task may differentiate
+# gradients (torch.autograd.grad with create_graph=True). `length` is that of whole activations.
+
+
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, collectives: SequenceCollectives) -> Tensor:
-        ctx.collectives = collectives
-        ctx.length = whole.shape[collectives.dim]
+        ctx.collectives, ctx.length = collectives, whole.shape[collectives.dim]
         return collectives.local_part(whole)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.collectives.all_gather_parts(grad, ctx.length), None
+        return _GatherSequence.apply(grad, ctx.collectives, ctx.length), None
 
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, collectives: SequenceCollectives) -> Tensor:
+    def forward(ctx: Any, part: Tensor, collectives: SequenceCollectives, length: int) -> Tensor:
         ctx.collectives = collectives
-        return collectives.all_gather_parts(part, collectives.length)
+        return collectives.all_gather_parts(part, length)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.collectives.local_part(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _ScatterSequence.apply(grad, ctx.collectives), None, None
 
 
 class _EnterSplitSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, collectives: SequenceCollectives) -> Tensor:
+    def forward(ctx: Any, part: Tensor, collectives: SequenceCollectives, length: int) -> Tensor:
         ctx.collectives = collectives
-        return collectives.all_gather_parts(part, collectives.length)
+        return collectives.all_gather_parts(part, length)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.collectives.reduce_scatter_parts(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _ReduceScatterSequence.apply(grad, ctx.collectives), None, None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, summand: Tensor, collectives: SequenceCollectives) -> Tensor:
-        ctx.collectives = collectives
-        ctx.length = summand.shape[collectives.dim]
+        ctx.collectives, ctx.length = collectives, summand.shape[collectives.dim]
         return collectives.reduce_scatter_parts(summand)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.collectives.all_gather_parts(grad, ctx.length), None
+        return _EnterSplitSequence.apply(grad, ctx.collectives, ctx.length), None
