@@ -72,6 +72,8 @@ def test_healthy_losses_are_no_plateau() -> None:
         [2.3 - 0.02 * k / 300 + value for k, value in enumerate(noisy(300, 0, 0.005))],  # slow
         [5.0] * 5 + noisy(295, 1.0, 0.1),  # fast
         [max(0.0, 1 - k / 50) for k in range(300)],  # perfect
+        # Targets without a signal: only the scale of the outputs is learned, in the first steps.
+        [1.0 + 0.4 * math.exp(-k / 8) + value for k, value in enumerate(noisy(300, 0, 0.1))],
     ]
     for number, losses in enumerate(healthy):
         assert sentences("plateau", make_facts(steps=make_steps(300, losses=losses))) == [], number

@@ -93,6 +93,14 @@ def test_evaluations() -> None:
     assert evidence.fix.endswith("--set spec.evaluate_every=200")
     rare = make_facts(evaluated=make_evaluations(0.1, every=20))
     assert sentences("evaluation", rare) == []
+    # By default, each epoch is evaluated: here an epoch has 5 steps of 50 ms, and an evaluation takes 4.
+    epochs = make_evaluations(0.2, every=5)
+    assert sentences("evaluation", make_facts(evaluated=epochs)) == []
+    chosen = make_facts(evaluated=epochs, spec=Spec(evaluate_every=5))
+    assert len(sentences("evaluation", chosen)) == 1
+    # Each evaluation is better and saves a checkpoint.
+    better = make_facts(evaluated=make_evaluations(0.5, every=5), saved=make_saves(5.0, every=5))
+    assert len(sentences("evaluation", better)) == 1
     # Two long evaluations: the last is always wanted.
     assert isinstance(outcome_of("evaluation", make_facts(evaluated=make_evaluations(9.0, 100))), Missing)
 
@@ -102,7 +110,9 @@ def test_checkpoints() -> None:
     [evidence] = outcome_of("checkpoint", slow)
     assert evidence.fix == "paceline train runs/a/spec.toml --save-every 500"
     assert sentences("checkpoint", make_facts(saved=make_saves(0.1), spec=Spec(save=Save(every=20)))) == []
-    # Better metrics save at each evaluation of a short run.
+    # Better metrics save at each evaluation of a short run of a small model.
+    small = make_facts(steps=make_steps(step_s=0.005), saved=make_saves(0.1))
+    assert sentences("checkpoint", small) == []
     assert sentences("checkpoint", make_facts(saved=make_saves(0.3))) == []
     [evidence] = outcome_of("checkpoint", make_facts(saved=make_saves(1.0)))
     assert "spec.evaluate_every" in evidence.fix

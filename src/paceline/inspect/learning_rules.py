@@ -17,6 +17,7 @@ SPIKE_NORM = 5.0  # a single step counts if its gradient exceeds the largest of 
 MIN_PLATEAU_STEPS = 200
 MIN_PLATEAU_SHARE = 0.2  # of the training; it may begin slowly
 PLATEAU_CHANGE = 0.005  # of the loss, by which its median changes at most
+BEGIN_DEVIATIONS = 1.2  # of a step; 3 of the median of the first 10 steps
 NEAR_ZERO = 0.05  # a loss below this share of the first loss has been learned
 STALE_SHARE = 0.6  # of the run, during which neither loss nor evaluation improve
 MIN_STALE_STEPS, MIN_STALE_EVALUATIONS = 400, 8
@@ -101,8 +102,10 @@ def _find_never_moved(facts: RunFacts, losses: Sequence[float]) -> list[Evidence
     begin = statistics.median(losses[:10])
     scale = max(abs(first), abs(begin))
     limit = PLATEAU_CHANGE * scale
-    moved = max(abs(last - first), abs(last - begin) if _noise(losses) < limit else 0.0)
-    if moved > limit or abs(last) < NEAR_ZERO * scale or _improved(facts, 1.0):
+    # A loss that fell in the first steps and then stayed has learned what there was to learn.
+    if abs(last - first) > limit or abs(last - begin) > max(limit, BEGIN_DEVIATIONS * _noise(losses)):
+        return []
+    if abs(last) < NEAR_ZERO * scale or _improved(facts, 1.0):
         return []
     # A noisy loss may fall by less than its noise: compare the halves by rank, which needs no distribution.
     if _falls(losses):
@@ -148,8 +151,9 @@ def _find_stale(facts: RunFacts, losses: Sequence[float]) -> list[Evidence]:
 
 
 def _noise(losses: Sequence[float]) -> float:
-    """Return the median difference of neighbouring losses."""
-    return statistics.median(abs(b - a) for a, b in itertools.pairwise(losses))
+    """Return the standard deviation of a loss around its course, from the differences of neighbours."""
+    # The median of |a - b| of normal values is 0.954 standard deviations.
+    return statistics.median(abs(b - a) for a, b in itertools.pairwise(losses)) / 0.954
 
 
 def _falls(losses: Sequence[float]) -> bool:

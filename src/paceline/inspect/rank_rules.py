@@ -4,7 +4,7 @@ import statistics
 from typing import NamedTuple
 
 from paceline.doctor.heartbeat import BACKWARD, DATA, FORWARD, OWN_CODE, UPDATE
-from paceline.inspect.contention import find_contention
+from paceline.inspect.contention import CONTENTION_SHARE, find_contention, measure_contention
 from paceline.inspect.facts import RunFacts, Sibling
 from paceline.inspect.finding import NOT_APPLICABLE, Evidence, Missing, Outcome
 from paceline.plan.plan import ResolvedPlan
@@ -19,6 +19,7 @@ SLOW_SHARE = 0.15  # of the step, by which it is slower
 SLOW_S = 2e-3  # less is noise of the scheduler of the operating system
 COMMUNICATION_SHARE, COMMUNICATION_S = 0.4, 5e-3
 BUBBLE_SHARE = 0.35  # the default of 2·pp micro-batches idles at most a third
+BUSY_IMBALANCE = 1.7  # if ranks waited for cores, which makes profiles uneven
 IMBALANCE = 1.4  # busy time of the slowest rank of a pipeline, relative to the mean
 MIN_GAIN = 0.5  # efficiency below which more ranks do not pay
 MIN_FACTOR = 2.0  # of the cores or devices between the two runs
@@ -231,7 +232,8 @@ def check_pipeline(facts: RunFacts) -> Outcome:
     ratio = statistics.median(event.slowest_s / max(event.busy_s, 1e-9) for event in facts.profiled)
     values = {"busy_ratio": ratio, "bubble": bubble, "expected_bubble": expected}
     found = []
-    if ratio > IMBALANCE:
+    contention = measure_contention(facts) or 0.0
+    if ratio > (BUSY_IMBALANCE if contention > CONTENTION_SHARE else IMBALANCE):
         rank, _ = _most_common([event.slowest for event in facts.profiled])
         found.append(
             Evidence(

@@ -17,10 +17,12 @@ SPARE = 1.1  # readers that are faster than the training by this factor keep it 
 MAX_WORKERS = 1024  # as in spec.Loading
 MIN_EVALUATIONS = 3
 EVALUATION_SHARE = 0.25  # an evaluation of as many samples as an epoch takes about a third of its time
+MIN_EVALUATION_STEPS = 10  # that an evaluation takes as long as, if each epoch is evaluated by default
 GOOD_EVALUATION_SHARE = 0.05
 MIN_SAVES, MIN_SAVE_S = 3, 0.5
 SAVE_SHARE = 0.15
 BEST_SAVE_SHARE = 0.25  # if only better metrics cause the saves: a short run improves at each evaluation
+BEST_SAVE_S = 0.2
 GOOD_SAVE_SHARE = 0.02
 
 
@@ -100,13 +102,17 @@ def check_evaluations(facts: RunFacts) -> Outcome:
         return Missing(f"it needs {MIN_EVALUATIONS} evaluations, got {len(facts.evaluated)}")
     each_s = statistics.median(event.seconds for event in facts.evaluated)
     count = len(facts.evaluated) - 1  # the evaluation at the end is always wanted
-    total_s = facts.run_s
-    share = min(1.0, count * each_s / total_s) if total_s else 0.0
-    if share < EVALUATION_SHARE:
+    # Each better metric saves a checkpoint, whose time must not hide that of the evaluations.
+    unsaved_s = facts.run_s - sum(event.blocked_s for event in facts.saved)
+    if unsaved_s <= 0 or count * each_s / unsaved_s < EVALUATION_SHARE:
         return []
+    share = min(1.0, count * each_s / facts.run_s)
+    step_s = statistics.median(point.step_s for point in facts.steps)
+    is_default = facts.spec is not None and facts.spec.evaluate_every is None
+    if is_default and each_s < MIN_EVALUATION_STEPS * step_s:
+        return []  # an epoch of a few steps
     steps = [event.step for event in facts.evaluated]
     every = max(1, round(statistics.median(b - a for a, b in itertools.pairwise(steps))))
-    step_s = statistics.median(point.step_s for point in facts.steps)
     wanted = _round_up(each_s * (1 - GOOD_EVALUATION_SHARE) / (GOOD_EVALUATION_SHARE * max(step_s, 1e-6)))
     wanted = min(max(wanted, every + 1), max(facts.started.steps, every + 1))
     sentence = (
@@ -135,9 +141,11 @@ def check_checkpoints(facts: RunFacts) -> Outcome:
     blocked_s = sum(event.blocked_s for event in saves)
     share = min(1.0, blocked_s / facts.run_s) if facts.run_s else 0.0
     every = facts.spec.save.every if facts.spec is not None else None
+    each_s = statistics.median(event.blocked_s for event in saves)
     if share < (BEST_SAVE_SHARE if every is None else SAVE_SHARE) or blocked_s < MIN_SAVE_S:
         return []
-    each_s = statistics.median(event.blocked_s for event in saves)
+    if every is None and each_s < BEST_SAVE_S:
+        return []  # a short run of a small model
     step_s = max(statistics.median(point.step_s for point in facts.steps), 1e-6)
     wanted = _round_up(each_s * (1 - GOOD_SAVE_SHARE) / (GOOD_SAVE_SHARE * step_s))
     speed = statistics.median(event.bytes / max(event.seconds, 1e-6) for event in saves) / 1e6
