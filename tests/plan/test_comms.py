@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import nn
 
 import models
+import sequences
 from command import paceline, succeed, write_task
 from harness import ranks
 from paceline import Spec, Task
@@ -370,9 +371,12 @@ PP_AND_CP = [
     (2, "pp=2,pp_schedule=zbv", models.ShortText),
     (2, "cp=2", models.ShortText),
     (2, "cp=2", UnevenSlices),
+    (2, "cp=2", sequences.Translation),
 ]
 PP_AND_CP_MORE = [
     (3, "cp=3", UnevenSlices),
+    (2, "cp=2", sequences.SharedBias),
+    (4, "dp=2,cp=2", sequences.Translation),
     (2, "pp=2", models.Text),
     (4, "pp=2,zero=2", models.Text),
     (4, "cp=2", models.ShortText),

@@ -222,3 +222,79 @@ class Shorter(Variant):
                 "mask": data.columns["mask"][:, : self.length],
             }
         return data
+
+
+class SharedBias(models.Text):
+    """As T5: the first block computes a bias for each distance, which all blocks share."""
+
+    def model(self) -> nn.Module:
+        return SharedBiasGpt()
+
+
+class SharedBiasBlock(nn.Module):
+    def __init__(self, is_first: bool):
+        super().__init__()
+        self.qkv, self.up = nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
+        self.bias = nn.Embedding(2 * LENGTH, 2) if is_first else None
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        if bias is None:
+            assert self.bias is not None
+            positions = torch.arange(x.size(1))
+            bias = self.bias(positions[:, None] - positions + LENGTH).permute(2, 0, 1)
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2)
+        return x + self.up(x).tanh(), bias
+
+
+class SharedBiasGpt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.output = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.blocks = nn.ModuleList([SharedBiasBlock(at == 0) for at in range(3)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, bias = self.tokens(tokens), None
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return self.output(x)
+
+
+class Translation(models.Text):
+    """torch's encoder and decoder. The source has `source` positions, some of them padding."""
+
+    source: int = 9
+    decoder_layers: int = 2
+
+    def model(self) -> nn.Module:
+        return Translator(self.decoder_layers)
+
+    def inputs(self, batch: Any) -> Any:
+        tokens = batch["tokens"]
+        return {"source": tokens.roll(1, 1)[:, : self.source], "target": tokens[:, :-1]}
+
+
+class Translator(nn.Module):
+    def __init__(self, decoder_layers: int) -> None:
+        super().__init__()
+        self.sources, self.targets = nn.Embedding(11, 8), nn.Embedding(11, 8)
+        with warnings.catch_warnings(action="ignore"):  # of nested tensors
+            self.both = nn.Transformer(8, 2, 2, decoder_layers, 12, dropout=0.0, batch_first=True)
+        self.output = nn.Linear(8, 11, bias=False)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        padding = source > 7  # True where a key is hidden
+        padding[:, 0] = False
+        x, y = self.sources(source), self.targets(target)
+        causal = nn.Transformer.generate_square_subsequent_mask(target.size(1), dtype=y.dtype)
+        hidden = torch.zeros_like(padding, dtype=x.dtype).masked_fill(padding, -torch.inf)
+        return self.output(
+            self.both(
+                x,
+                y,
+                tgt_mask=causal,
+                src_key_padding_mask=hidden,
+                memory_key_padding_mask=hidden,
+                tgt_is_causal=True,
+            )
+        )

@@ -48,8 +48,9 @@ def parallelize(
         split_model(model, splits, mesh["tp"])
     if plan.cp > 1:
         from paceline.parallel.context.apply import install_context_parallel
+        from paceline.parallel.context.stacks import find_stacks
 
-        install_context_parallel(model, units, plan, device)
+        install_context_parallel(model, find_stacks(model, layout), plan, device)
     recompute_and_compile(units or [model], plan, compile, whole=model if plan.zero < 2 else None)
     if plan.zero >= 2 or (plan.splits_model and plan.data_ranks > 1):
         if gathered is not None:

@@ -324,6 +324,7 @@ class TrainingLoop:
             yield from self.tracer.end(self.step)
             self.stopping.poll()
             self.heartbeat.done(self.step)
+            yield from self._note_whole_blocks()
             yield from self._compare_buffers()
             if self.metrics.is_due:
                 self._start_reduction()
@@ -380,6 +381,14 @@ class TrainingLoop:
             self._set_timeout(self.spec.timeout_s)
         step_s = time.perf_counter() - began
         return LaunchedStep(stats, self.step, lr, data_s, step_s, time.time()), finished
+
+    def _note_whole_blocks(self) -> Iterator[Event]:
+        """Report blocks that cp runs on whole sequences, which the first step has found."""
+        if self.context.plan.cp > 1 and self.step == self.first + 1:
+            from paceline.parallel.context.apply import note_whole_blocks
+
+            if (note := note_whole_blocks(self.prepared.model)) is not None:
+                yield Noted(step=self.step, message=note)
 
     def _compare_buffers(self) -> Iterator[Event]:
         """Report buffers that differ between data ranks, from time to time. A collective."""

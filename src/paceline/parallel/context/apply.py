@@ -1,19 +1,21 @@
-"""Context parallelism: blocks run on slices of the sequence, with ring attention between ranks.
+"""Context parallelism: blocks run on slices of the sequence, with attention between ranks.
 
 Each of these ranks runs what comes before and after the blocks on the whole sequence, so that positions are
 right and the loss sees the whole output. The arguments of the first block with attention are sliced; the
-output of the last one is gathered.
+output of the last one is gathered. Each stack of blocks (encoder, decoder) does so for its own sequences.
 
 Gradients: the ranks that share a sequence have the same loss, and the engines average over them. So a rank
 multiplies the gradient of its slice of the output by their number. Its gradients in blocks, and before them,
 are summands of a sum whose average is the whole gradient. After the blocks each rank has the whole gradient,
-and the average is the same.
+and the average is the same. Between two stacks of blocks the gradients are summands: the output of the first
+stack is gathered for slices, and the backward pass adds the gradients of all ranks.
 """
 
 import contextlib
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +26,21 @@ from paceline.data.fake import is_close
 from paceline.distributed.mesh import build_cp_mesh
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.errors import PlanError
-from paceline.parallel.context.check import check_sequence_length, no_attention_message
-from paceline.parallel.context.find_splits import SequenceSplits, find_sequence_splits
-from paceline.parallel.context.replace_attention import fused_layers_disabled, replace_attention
+from paceline.parallel.context.check import MIN_POSITIONS
+from paceline.parallel.context.find_splits import SequenceSplits, find_sequence_splits, has_attention
+from paceline.parallel.context.replace_attention import (
+    fused_layers_disabled,
+    replace_attention,
+)
 from paceline.parallel.context.ring_attention import RingAttention
 from paceline.parallel.context.sliced_attention import SlicedAttention
-from paceline.parallel.context.slices import GatherSlices, rank_positions
+from paceline.parallel.context.sliced_runs import (
+    SlicedRun,
+    SplitTrial,
+    choose_runs,
+    describe_whole_blocks,
+)
+from paceline.parallel.context.slices import GatherForSlices, GatherSlices, rank_positions
 from paceline.parallel.pytree import flatten
 from paceline.plan.plan import ResolvedPlan
 
@@ -39,11 +50,22 @@ REDUCED_RTOL = 1e-2
 TRIAL_SAMPLES = 2  # samples of a trial pass
 
 
+_INSTALLED: WeakKeyDictionary[nn.Module, "ContextParallel"] = WeakKeyDictionary()
+
+
+def note_whole_blocks(model: nn.Module) -> str | None:
+    """Return what to report of blocks of a model that do not run on slices; None if all do."""
+    context = _INSTALLED.get(model)
+    if context is None or not context.whole_units:
+        return None
+    return describe_whole_blocks(context.plan, context.whole_units)
+
+
 def install_context_parallel(
-    model: nn.Module, units: list[nn.Module], plan: ResolvedPlan, device: torch.device
+    model: nn.Module, stacks: Sequence[Sequence[nn.Module]], plan: ResolvedPlan, device: torch.device
 ) -> None:
-    """Replace the forward of `model` by one that slices the sequence at `units`, its blocks."""
-    ContextParallel(model, units, plan, device).learn_before_first_pass()
+    """Replace the forward of `model` by one that slices the sequence at `stacks` of blocks."""
+    ContextParallel(model, stacks, plan, device).learn_before_first_pass()
 
 
 def _take_few_samples(
@@ -61,23 +83,20 @@ def _take_few_samples(
     return few
 
 
-@dataclass(frozen=True)
-class SplitTrial:
-    """The result of a trial of one call of a block."""
-
-    stage: int  # of a pipeline
-    unit: str
-    length: int | None  # of the sequences that its attention runs over
-    splits: SequenceSplits | None
-
-
 class ContextParallel:
     """Slices the arguments of blocks, and gathers the output of the last one."""
 
-    def __init__(self, model: nn.Module, units: list[nn.Module], plan: ResolvedPlan, device: torch.device):
+    def __init__(
+        self,
+        model: nn.Module,
+        stacks: Sequence[Sequence[nn.Module]],
+        plan: ResolvedPlan,
+        device: torch.device,
+    ):
         self.model, self.plan, self.device = model, plan, device
         self.kind = type(model).__name__
-        self.units = {name: module for name, module in model.named_modules() if module in units}
+        stack_of = {id(unit): at for at, stack in enumerate(stacks) for unit in stack}
+        self.units = {name: module for name, module in model.named_modules() if id(module) in stack_of}
         # before engines change the classes
         self.display_names = {
             name: f"{name} ({type(module).__name__})" for name, module in self.units.items()
@@ -86,37 +105,54 @@ class ContextParallel:
         self.ring = RingAttention(self.mesh)
         self.is_learning = False
         self.stage = 0  # the stage of a pipeline that runs
-        self.sliced_stages: Container[int] = ()  # stages whose input is sliced already
-        self.trial_length: int | None = None  # of the sequences of a trial pass, once it is known
+        self.trial_lengths: dict[int, int] = {}  # of the sequences of a trial pass, by stack, once known
         self.trials: list[SplitTrial] = []  # of one pass, in the order of calls
-        # of the units from the first with attention to the last
-        self.splits: dict[nn.Module, list[SequenceSplits]] = {}
-        self.first: nn.Module | None = None
-        self.last: nn.Module | None = None
-        self.length = 0  # of the whole sequences of the current pass
+        self.runs: list[SlicedRun] = []
+        self.whole_units: list[str] = []  # with attention that runs on whole sequences
         self.current_splits: SequenceSplits | None = None
         self.streams: list[tuple[torch.Generator, Tensor]] = []  # generators, and their states before blocks
+        _INSTALLED[model] = self
         for name, unit in self.units.items():
-            self._wrap_unit(name, unit)
+            self._wrap_unit(name, unit, stack_of[id(unit)])
 
-    def _wrap_unit(self, name: str, unit: nn.Module) -> None:
+    def _wrap_unit(self, name: str, unit: nn.Module, stack: int) -> None:
         inner = unit.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.is_learning:
-                length, splits = find_sequence_splits(unit, inner, (args, kwargs), self.trial_length)
-                self.trial_length = self.trial_length or length
-                self.trials.append(SplitTrial(self.stage, name, length, splits))
-            if self.is_learning or unit not in self.splits:
+                return self._try_unit(name, unit, stack, inner, (args, kwargs))
+            run = self._run_of(name)
+            if run is None:
                 return inner(*args, **kwargs)
             # Inside of the forward and not around the call, because recomputation calls the forward again.
-            splits = self._find_splits(unit, flatten((args, kwargs))[1])
-            with replace_attention(SlicedAttention(self.ring, self.plan, self.length, splits.calls)):
+            splits = self._find_splits(run, name, flatten((args, kwargs))[1])
+            with replace_attention(SlicedAttention(self.ring, self.plan, run.length, splits.calls)):
                 return inner(*args, **kwargs)
 
         unit.forward = forward
-        unit.register_forward_pre_hook(self._enter, with_kwargs=True)
-        unit.register_forward_hook(self._leave)
+        unit.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+        unit.register_forward_hook(partial(self._leave, name))
+
+    def _try_unit(
+        self,
+        name: str,
+        unit: nn.Module,
+        stack: int,
+        inner: Callable[..., Any],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> Any:
+        args, kwargs = arguments
+        length, splits = None, None
+        if stack == 0 or has_attention(inner, arguments):
+            length, splits = find_sequence_splits(unit, inner, arguments, self.trial_lengths.get(stack))
+        if length is not None:
+            self.trial_lengths.setdefault(stack, length)
+        self.trials.append(SplitTrial(self.stage, stack, name, length, splits))
+        return inner(*args, **kwargs)
+
+    def _run_of(self, name: str) -> SlicedRun | None:
+        """Return the run of a block if its sequences are sliced in this pass."""
+        return next((run for run in self.runs if name in run.splits and run.is_sliced), None)
 
     def learn_before_first_pass(self) -> None:
         """Call `learn` before the first pass with each structure of arguments."""
@@ -146,14 +182,31 @@ class ContextParallel:
         """
         with _without_side_effects(self.model, self.device):
             expected, trials = self._run_trials(run, gather)
-            if any(trial.splits is None for trial in trials):
+            if any(trial.splits is None and trial.length is None for trial in trials):
                 # A later stage of a pipeline may have begun before the length of the sequences was known.
-                self.trial_length = next((trial.length for trial in trials if trial.length), None)
+                for trial in trials:
+                    if trial.length:
+                        self.trial_lengths.setdefault(trial.stack, trial.length)
                 expected, trials = self._run_trials(run, gather)
-            self._choose_units(trials)
+            runs, whole = choose_runs(self.plan, self.kind, trials, self.display_names)
+            self._add_runs(runs)
+            self.whole_units += [name for name in whole if name not in self.whole_units]
             for difference in gather([self._find_difference(expected, run)]):
                 if difference:
                     raise PlanError(difference)
+
+    def _add_runs(self, runs: list[SlicedRun]) -> None:
+        for run in runs:
+            known = next((known for known in self.runs if known.first == run.first), None)
+            if known is None:
+                self.runs.append(run)
+            elif known.last == run.last:
+                known.merge(run)
+            else:
+                raise PlanError(
+                    f"plan {self.plan}: {self.kind} runs other blocks with other arguments; use a plan "
+                    "without cp"
+                )
 
     def _run_trials(
         self, run: Callable[[], Any], gather: Callable[[list[Any]], list[Any]]
@@ -163,33 +216,8 @@ class ContextParallel:
         try:
             output = run()
         finally:
-            self.is_learning, self.trial_length = False, None
+            self.is_learning, self.trial_lengths = False, {}
         return output, sorted(gather(self.trials), key=lambda trial: trial.stage)
-
-    def _choose_units(self, trials: list[SplitTrial]) -> None:
-        """Slice all units from the first with attention to the last.
-
-        Raises PlanError if a unit cannot be sliced.
-        """
-        attending = [index for index, trial in enumerate(trials) if trial.length]
-        if not attending:
-            raise PlanError(no_attention_message(self.plan, self.kind))
-        check_sequence_length(self.plan, trials[attending[0]].length or 0)
-        chosen = trials[attending[0] : attending[-1] + 1]
-        for trial in chosen:
-            if trial.splits is None:
-                raise PlanError(
-                    f"plan {self.plan}: {self.display_names[trial.unit]} mixes, numbers or masks positions "
-                    "outside of scaled_dot_product_attention, so it cannot run on a slice of the sequence; "
-                    "pass what depends on positions (a mask, rotary angles) as an argument, or use a plan "
-                    "without cp"
-                )
-            self.splits.setdefault(self.units[trial.unit], []).append(trial.splits)
-        self.first, self.last = self.units[chosen[0].unit], self.units[chosen[-1].unit]
-        self.sliced_stages, self.length = (
-            range(chosen[0].stage + 1, chosen[-1].stage + 1),
-            trials[attending[0]].length or 0,
-        )
 
     def _find_difference(self, expected: Any, run: Callable[[], Any]) -> str | None:
         """Return what is wrong with the output of a pass on slices.
@@ -204,7 +232,10 @@ class ContextParallel:
             if not any(word in str(error) for word in ("size", "shape")):  # another rank failed
                 raise
             return f"{what} fails: {error}; use a plan without cp"
-        for leaf, expected_leaf in zip(tree_leaves(output), tree_leaves(expected), strict=True):
+        leaves, expected_leaves = tree_leaves(output), tree_leaves(expected)
+        if len(leaves) != len(expected_leaves):
+            return f"{what} has {len(leaves)} values, expected {len(expected_leaves)}; use a plan without cp"
+        for leaf, expected_leaf in zip(leaves, expected_leaves, strict=True):
             if not isinstance(expected_leaf, Tensor) or not expected_leaf.is_floating_point():
                 continue
             rtol = RTOL.get(expected_leaf.dtype, REDUCED_RTOL)
@@ -215,55 +246,67 @@ class ContextParallel:
                 )
         return None
 
-    def _find_splits(self, unit: nn.Module, structure: TreeSpec) -> SequenceSplits:
-        splits = next((splits for splits in self.splits[unit] if splits.structure == structure), None)
+    def _find_splits(self, run: SlicedRun, name: str, structure: TreeSpec) -> SequenceSplits:
+        splits = run.find_splits(name, structure)
         if splits is None:
-            name = next(name for name, module in self.units.items() if module is unit)
             raise PlanError(
                 f"plan {self.plan}: {self.display_names[name]} is called with other arguments than in the "
                 "first pass; use a plan without cp"
             )
         return splits
 
-    def _enter(self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.is_learning or unit not in self.splits:
+    def _enter(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = next((run for run in self.runs if name in run.splits), None)
+        if self.is_learning or run is None:
             return None
         leaves, structure = flatten((args, kwargs))
-        splits = self._find_splits(unit, structure)
-        if unit is self.first:
-            self.length = next(
-                leaf.size(dim) for leaf, dim in zip(leaves, splits.arguments, strict=True) if dim is not None
-            )
-            check_sequence_length(self.plan, self.length)
-            self._start_private_streams()
-        self.current_splits = splits
-        local = rank_positions(self.length, self.mesh.get_local_rank(), self.plan.cp, self.device)
+        if name == run.first:
+            self._begin_run(run, leaves, self._find_splits(run, name, structure))
+        if not run.is_sliced:
+            return None
+        self.current_splits = splits = self._find_splits(run, name, structure)
+        local = rank_positions(run.length, self.mesh.get_local_rank(), self.plan.cp, self.device)
         sliced = [
             leaf.index_select(dim, local)
-            if isinstance(leaf, Tensor) and dim is not None and leaf.size(dim) == self.length
+            if isinstance(leaf, Tensor) and dim is not None and leaf.size(dim) == run.length
             else leaf
             for leaf, dim in zip(leaves, splits.arguments, strict=True)
         ]
         return tree_unflatten(sliced, structure)
 
-    def _leave(self, unit: nn.Module, args: Any, output: Any) -> Any:
-        if self.is_learning or unit is not self.last:
+    def _begin_run(self, run: SlicedRun, leaves: list[Any], splits: SequenceSplits) -> None:
+        run.length = next(
+            leaf.size(dim) for leaf, dim in zip(leaves, splits.arguments, strict=True) if dim is not None
+        )
+        run.is_sliced = run.length >= MIN_POSITIONS * self.plan.cp
+        if run.is_sliced:
+            self._start_private_streams()
+
+    def _leave(self, name: str, unit: nn.Module, args: Any, output: Any) -> Any:
+        run = self._run_of(name)
+        if self.is_learning or run is None or name != run.last:
             return None
         assert self.current_splits is not None
         for generator, state in self.streams:
             generator.set_state(state)
         leaves, structure = flatten(output)
+        gather = GatherSlices if run.is_final else GatherForSlices
         whole = [
-            leaf if dim is None else GatherSlices.apply(leaf, dim, self.length, self.mesh)
+            leaf if dim is None else gather.apply(leaf, dim, run.length, self.mesh)
             for leaf, dim in zip(leaves, self.current_splits.output, strict=True)
         ]
         return tree_unflatten(whole, structure)
 
     def begin(self, stage: int) -> None:
-        """Prepare for the pass of this stage of a pipeline, with sequences of `length` positions."""
+        """Prepare for the pass of this stage of a pipeline."""
         self.stage = stage
-        if stage in self.sliced_stages and not self.is_learning:
+        if not self.is_learning and any(stage in run.stages for run in self.runs):
             self._start_private_streams()
+
+    def set_length(self, length: int) -> None:
+        """Set the length of whole sequences whose slices cross the cuts of a pipeline."""
+        for run in self.runs:
+            run.length = length
 
     def _start_private_streams(self) -> None:
         """Let dropout draw different numbers for each slice.

@@ -8,14 +8,16 @@ from torch import nn
 from paceline.batch import move
 from paceline.data.loader import FailedSample, open_training_samples
 from paceline.errors import PlanError
-from paceline.parallel.blocks import find_blocks
 from paceline.parallel.context.replace_attention import replace_attention
+from paceline.parallel.context.stacks import find_stacks
 from paceline.parallel.context.trial_attention import WholeTrial
 from paceline.parallel.forward import call_model
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
 from paceline.task import Task, read_layout
 from paceline.user_code import UserCode
+
+MIN_POSITIONS = 2  # of a slice: models may treat a single query as the next one of a generated sequence
 
 
 def check_context_parallel(task: Task, spec: Spec, plan: Plan, model: nn.Module) -> None:
@@ -27,7 +29,8 @@ def check_context_parallel(task: Task, spec: Spec, plan: Plan, model: nn.Module)
     batch = open_training_samples(task, spec)[[0], [0]]
     if isinstance(batch, FailedSample):
         return
-    recorder, units = WholeTrial(), find_blocks(model, read_layout(task))
+    recorder = WholeTrial()
+    units = [unit for stack in find_stacks(model, read_layout(task)) for unit in stack]
     previous = [vars(unit).get("forward") for unit in units]
     for unit in units:
         unit.forward = replace_attention(recorder)(unit.forward)
@@ -47,8 +50,8 @@ def check_context_parallel(task: Task, spec: Spec, plan: Plan, model: nn.Module)
         vars(unit).update({} if forward is None else {"forward": forward})
     if passed and not recorder.lengths:
         raise PlanError(no_attention_message(plan, type(model).__name__))
-    for length in sorted({*recorder.lengths}):
-        check_sequence_length(plan, length)
+    if recorder.lengths:
+        check_sequence_length(plan, max(recorder.lengths))
 
 
 def no_attention_message(plan: Plan, model: str) -> str:
@@ -60,11 +63,8 @@ def no_attention_message(plan: Plan, model: str) -> str:
 
 
 def check_sequence_length(plan: Plan, length: int) -> None:
-    """Raise PlanError if sequences are too short for `plan.cp` slices.
-
-    Models may treat a single position as the next one of a generated sequence.
-    """
-    if length < 2 * plan.cp:
+    """Raise PlanError if sequences are too short for `plan.cp` slices."""
+    if length < MIN_POSITIONS * plan.cp:
         raise PlanError(
             f"plan {plan}: sequences of {length} positions are too short for cp={plan.cp}, which requires "
             "two positions per rank; "

@@ -9,7 +9,7 @@ another order. Queries, keys, masks and the output of the second pass must be a 
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from paceline.data.fake import is_close
-from paceline.parallel.context.replace_attention import AttentionHandler, replace_attention
+from paceline.parallel.context.replace_attention import (
+    AttentionHandler,
+    replace_attention,
+    watch_attention,
+)
 from paceline.parallel.context.sliced_attention import SlicedTensors
 from paceline.parallel.context.trial_attention import RTOL, SlicedTrial, WholeTrial
 from paceline.parallel.pytree import flatten
@@ -34,6 +38,21 @@ class SequenceSplits:
     structure: TreeSpec
     output: tuple[int | None, ...]
     calls: tuple[SlicedTensors, ...]  # of attention, in their order
+
+
+def has_attention(forward: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Return whether a block calls attention."""
+    args, kwargs = _copy_objects(*flatten(arguments))
+    with watch_attention() as calls:
+        forward(*args, **kwargs)
+    return bool(calls)
+
+
+def _copy_objects(leaves: list[Any], structure: TreeSpec) -> Any:
+    """Return arguments with copies of what a block may change, such as a cache of keys."""
+    return tree_unflatten(
+        [leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves], structure
+    )
 
 
 def find_sequence_splits(
@@ -52,9 +71,7 @@ def find_sequence_splits(
     leaves, structure = flatten(arguments)
 
     def run(leaves: list[Any], attention: AttentionHandler) -> list[Any]:
-        args, kwargs = tree_unflatten(
-            [leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves], structure
-        )
+        args, kwargs = _copy_objects(leaves, structure)
         with replace_attention(attention):
             return flatten(forward(*args, **kwargs))[0]
 
@@ -82,7 +99,8 @@ def find_sequence_splits(
         choices = [
             _candidate_dims(leaf, length, is_hidden=index == hidden) for index, leaf in enumerate(leaves)
         ]
-        for dims in itertools.islice(itertools.product(*choices), MAX_TRIALS):
+
+        def attempt(dims: Sequence[int | None]) -> SequenceSplits | None:
             sliced = [
                 leaf if dim is None else leaf.index_select(dim, positions)
                 for leaf, dim in zip(leaves, dims, strict=True)
@@ -91,12 +109,21 @@ def find_sequence_splits(
             try:
                 part = run(sliced, trial)
             except (RuntimeError, ValueError, IndexError, AssertionError):
-                continue  # shapes do not match
+                return None  # shapes do not match
             output = _match_outputs(whole, part, positions)
             is_sliced = any(call.query for call in trial.calls) or attended is None
-            if is_sliced and len(trial.calls) == len(recorded.calls) and output is not None:
-                return attended, SequenceSplits(dims, structure, output, tuple(trial.calls))
-    return attended, None
+            if not is_sliced or len(trial.calls) != len(recorded.calls) or output is None:
+                return None
+            return SequenceSplits(tuple(dims), structure, output, tuple(trial.calls))
+
+        attempts = (attempt(dims) for dims in itertools.islice(itertools.product(*choices), MAX_TRIALS))
+        splits = next((splits for splits in attempts if splits is not None), None)
+        # The keys of cross attention need not be sliced, although they may be as many as the queries here.
+        for index, dim in enumerate(splits.arguments if splits is not None else ()):
+            if splits is not None and dim is not None and index != hidden:
+                dims = [None if at == index else dim for at, dim in enumerate(splits.arguments)]
+                splits = attempt(dims) or splits
+    return attended, splits
 
 
 def _candidate_dims(leaf: Any, length: int, is_hidden: bool) -> list[int | None]:

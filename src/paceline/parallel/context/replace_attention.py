@@ -16,6 +16,7 @@ from torch import Tensor
 
 ATTENTION = F.scaled_dot_product_attention
 MULTI_HEAD_ATTENTION = F.multi_head_attention_forward
+ATTENTION_FUNCTIONS = ((F, "scaled_dot_product_attention"), (F, "multi_head_attention_forward"))
 MULTI_HEAD_PARAMETERS = inspect.signature(MULTI_HEAD_ATTENTION)
 
 
@@ -63,6 +64,30 @@ def replace_attention(handler: AttentionHandler) -> Iterator[None]:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, replacement)
         yield
+
+
+@contextlib.contextmanager
+def watch_attention() -> Iterator[list[None]]:
+    """Yield a list that has an item for each call of attention in this context."""
+    calls: list[None] = []
+
+    def watch(function: Callable[..., Any]) -> Callable[..., Any]:
+        def attention(*args: Any, **kwargs: Any) -> Any:
+            calls.append(None)
+            return function(*args, **kwargs)
+
+        return attention
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fused_layers_disabled())
+        chooser = _library_chooser()
+        functions = (
+            ATTENTION_FUNCTIONS if chooser is None else (*ATTENTION_FUNCTIONS, (chooser, "get_interface"))
+        )
+        for owner, name in functions:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, watch(getattr(owner, name)))
+        yield calls
 
 
 @contextlib.contextmanager
@@ -155,10 +180,13 @@ def _invert(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return _to_additive(~mask, dtype) if mask.dtype == torch.bool else mask
 
 
+def _library_chooser() -> Any:
+    return getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+
+
 def _library_replacements(handler: AttentionHandler) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the class of transformers that chooses the attention of a model, and its method."""
-    library = sys.modules.get("transformers.modeling_utils")
-    chooser = getattr(library, "AttentionInterface", None)
+    """Yield the class of transformers that chooses the attention of a model, its method and another one."""
+    chooser = _library_chooser()
     if chooser is None:
         return
     choose = chooser.get_interface

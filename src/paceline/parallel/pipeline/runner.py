@@ -84,7 +84,7 @@ class Pipeline:
         units = find_blocks(model, read_layout(self.task))
         if plan.cp > 1:
             check_blocks(plan, model, units, self.interceptor.parts)
-            context = ContextParallel(model, units, plan, self.rank.device)
+            context = ContextParallel(model, [units], plan, self.rank.device)
             self.slices = SequenceSlices(context, self.runner, plan)
         units = units or list(self.interceptor.parts.values())
         recompute_and_compile(units, plan, compile)

@@ -73,7 +73,7 @@ class SequenceSlices:
         """
         if key not in self.lengths:
             self.lengths[key] = self._slice_metas(structure, trace)
-        self.context.length = self.lengths[key]
+        self.context.set_length(self.lengths[key])
 
     def _slice_metas(self, structure: Any, trace: ForwardTrace) -> int:
         """Return the length of whole sequences; 0 if no cut lies between blocks."""
