@@ -20,6 +20,7 @@ TRAINING = (
     "rank",
     "agent",
     "launcher",
+    "monitor",
 )  # commands that continue when nobody reads their output
 
 # The commands in the order of the help page, with their panel and the first sentence of their help.
@@ -40,6 +41,7 @@ PANELS = {
         "verify": "Check that a plan computes the same training as one process.",
     },
     "Measure": {
+        "monitor": "Sample the processors, memory, disks, network and GPUs of this node.",
         "probe": "Show what this machine has: processors, links, network, PyTorch back ends, storage.",
         "bench": "Measure the machine: all benches in under two minutes, or a single bench by its name.",
     },
@@ -205,8 +207,9 @@ def main() -> None:
     replace_unencodable()
     # the local launcher gives each rank a log of its own, which takes the whole traceback
     has_own_log = sys.argv[1:2] == ["rank"] and len(sys.argv) > 3
-    debug = "--debug" in sys.argv or has_own_log
-    sys.argv = [word for word in sys.argv if word != "--debug"]
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # after it, options of another program
+    debug = "--debug" in sys.argv[:end] or has_own_log
+    sys.argv = [word for word in sys.argv[:end] if word != "--debug"] + sys.argv[end:]
     try:
         app()
     except Error as error:

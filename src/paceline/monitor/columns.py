@@ -37,6 +37,8 @@ COLUMNS = {
         ("network in", "MB/s", "received by all network interfaces except loopback"),
         ("network out", "MB/s", "sent by all network interfaces except loopback"),
         ("cpu energy", "J", "energy of all processors since an arbitrary time (RAPL)"),
+        ("step", "steps", "the last step that the output of a command reports (`--step-pattern`)"),
+        ("step time", "s", "median time of its steps since the previous sample"),
         ("rankN cpu", "%", "processor time of the rank; 100 is one core"),
         ("rankN memory", "MiB", "resident memory of the rank"),
         ("rankN read", "MB/s", "read from disks by the rank and its worker processes"),

@@ -16,6 +16,7 @@ from paceline.monitor.sensor import RateMeter, Sensor
 
 MAX_HEARTBEAT_BYTES = 2**20
 SCAN_EVERY = 5  # samples between two searches for child processes
+MAX_PAUSE = 60  # samples between two searches for ranks that are expected
 MAX_RANKS = 2**20
 
 
@@ -132,7 +133,9 @@ class RankSensor(Sensor):
                 self.comments[f"rank{rank}"] = f"process {pid}"
                 is_new = True
         # A rank that is late is found within seconds; one that never comes costs little.
-        self._pause = 1 if is_new else min(60, 2 * self._pause)
+        self._pause = (
+            1 if is_new else min(MAX_PAUSE if self._expect is not None else SCAN_EVERY, 2 * self._pause)
+        )
         self._samples_until_search = self._pause
         if is_new:
             self._samples_until_scan = 0

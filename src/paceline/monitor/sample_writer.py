@@ -119,6 +119,28 @@ def open_sample_file(folder: Path, node: str, lock_s: float = LOCK_S) -> SampleW
     raise RunError(f"cannot write {folder}/{stem}.csv: {MAX_FILES} files of that name are in use")
 
 
+def lock_to_append(path: Path, first_line: str) -> int:
+    """Return a descriptor of a file that this process alone may append to.
+
+    first_line: how a file of this format begins
+    Raises RunError if the file begins differently, or if another process writes it.
+    """
+    file = open_to_append(path)
+    try:
+        begin = os.pread(file, len(first_line.encode()), 0)
+        if begin and begin != first_line.encode():
+            raise RunError(
+                f"cannot append to {path}: it begins with {begin[:30].decode(errors='replace')!r} instead of"
+                f" {first_line[:30]!r}; specify another file, or delete it"
+            )
+        if not _lock(file):
+            raise RunError(f"cannot write {path}: another process appends to it; specify another file")
+    except RunError:
+        os.close(file)
+        raise
+    return file
+
+
 def open_to_append(path: Path) -> int:
     """Return a descriptor of a regular file, which is created. Raises RunError for links and devices."""
     try:

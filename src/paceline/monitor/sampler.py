@@ -18,12 +18,14 @@ from paceline.monitor.node import (
     MemorySensor,
     NetworkSensor,
 )
+from paceline.monitor.nvidia_smi_writer import NvidiaSmiWriter
 from paceline.monitor.nvml import NvmlSensor
 from paceline.monitor.processes import RankSensor
 from paceline.monitor.sample_writer import SampleWriter
 from paceline.monitor.sections import CLOCK
 from paceline.monitor.sensor import AbsentSensorError, Sensor
 
+Writer = SampleWriter | NvidiaSmiWriter
 MAX_CLOCK_DIFFERENCE_S = 2.0  # what a file system may round or delay
 
 
@@ -32,9 +34,10 @@ class Sampler:
 
     ranks   the sensor of the ranks
     folder  the folder whose free space counts
+    others  more sensors
     """
 
-    def __init__(self, ranks: RankSensor, folder: Path):
+    def __init__(self, ranks: RankSensor, folder: Path, others: Sequence[Sensor] = ()):
         self.ranks = ranks
         self.absent: dict[str, str] = {}
         self.cpu = CpuSensor(affinity())
@@ -49,7 +52,7 @@ class Sampler:
         for name, opener in openers.items():
             if (sensor := self._open(name, opener)) is not None:
                 self.sensors.append(sensor)
-        self.sensors.append(ranks)
+        self.sensors += [*others, ranks]
         self._open_gpus()
         self._reported: set[tuple[str, str]] = set()
         self._columns: list[str] | None = None
@@ -97,7 +100,7 @@ class Sampler:
         now = time.monotonic()
         return [value for sensor in self.sensors for value in sensor.read(now)]
 
-    def describe(self, writer: SampleWriter) -> None:
+    def describe(self, writer: Writer) -> None:
         """Write the comments and the columns that are new since the last call."""
         comments = [item for sensor in self.sensors for item in sensor.comments.items()]
         for absent in (self.absent, *(sensor.absent for sensor in self.sensors)):
@@ -117,7 +120,7 @@ def read_environment(pid: int) -> dict[str, str]:
     return {}
 
 
-def begin_section(sampler: Sampler, writer: SampleWriter, every_s: float) -> None:
+def begin_section(sampler: Sampler, writer: Writer, every_s: float) -> None:
     """Write the header of a start."""
     comments = [("interval [s]", f"{every_s:g}")]
     ahead_s = writer.clock_ahead_s()
@@ -129,7 +132,7 @@ def begin_section(sampler: Sampler, writer: SampleWriter, every_s: float) -> Non
 
 def sample(
     sampler: Sampler,
-    writer: SampleWriter,
+    writer: Writer,
     every_s: float,
     is_over: Callable[[float], bool],
     observe: Callable[[float, Sequence[str], Sequence[float | None]], Any] | None = None,
