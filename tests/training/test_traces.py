@@ -124,6 +124,67 @@ def test_trace(plan: str, tmp_path: Path) -> None:
     assert all(flow.source.args == flow.target.args for flow in arrows)
 
 
+def dependencies(plan: str, size: int) -> set[tuple[str, int, int]]:
+    """Return the passes of micro-batches that wait for another stage, written down from the definition."""
+    options = dict(word.split("=") for word in plan.split(",") if "=" in word)
+    stages = int(options["pp"]) * int(options.get("stages", "2" if "zbv" in plan else "1"))
+    microbatches = range(int(options["microbatches"]))
+    forward = {("forward", m, s) for m in microbatches for s in range(1, stages)}
+    return forward | {("backward", m, s) for m in microbatches for s in range(stages - 1)}
+
+
+PIPELINES = {
+    "pp=2,microbatches=3": 2,
+    "pp=2,stages=2,pp_schedule=interleaved,microbatches=2": 2,
+    "pp=2,stages=2,pp_schedule=zero-bubble,microbatches=4": 2,
+    "pp=2,pp_schedule=zbv,microbatches=4": 2,
+    "pp=2,dp=2,zero=2,microbatches=2": 4,
+}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan if at in (0, 2) else pytest.param(plan, marks=pytest.mark.slow)
+        for at, plan in enumerate(PIPELINES)
+    ],
+)
+def test_pipeline_schedule(plan: str, tmp_path: Path) -> None:
+    size = PIPELINES[plan]
+    found = trace(tmp_path, plan, models.ShortText(depth=4), size, TRACED.model_copy(update={"batch": 12}))
+    schedule = found.find("schedule")
+    splits = "zero-bubble" in plan or "zbv" in plan
+    arrows = [flow for flow in found.flows if flow.source.kind == "schedule"]
+    copies = size // 2
+    assert len(arrows) == 2 * copies * len(dependencies(plan, size)), "two steps"
+    described = set()
+    for flow in arrows:
+        source, target = flow.source, flow.target
+        assert source.name == target.name
+        assert source.args["micro_batch"] == target.args["micro_batch"]
+        what = source.name.rpartition(" ")[0]
+        distance = target.args["stage"] - source.args["stage"]
+        assert distance == (1 if what == "forward" else -1)
+        assert source.end <= target.begin, "the next stage begins when the result is there"
+        described.add((what, target.args["micro_batch"], target.args["stage"]))
+    assert described == dependencies(plan, size)
+    for one in schedule:
+        name = found.names[one.rank, one.track]
+        assert name == f"stage {one.args['stage']}"
+    for step in found.find("step"):
+        assert phases_of(step) == ["data", "forward", "update", "report"]
+        assert len(step.find("action")) == len(
+            [one for one in schedule if one.rank == step.rank and step.begin <= one.begin < step.end]
+        )
+        for action in step.find("action"):
+            needs_no_gradient = action.name.startswith("backward") and action.name.endswith("stage 0")
+            assert action.find("op") or (splits and needs_no_gradient), action
+    assert any(one.name.startswith("weight gradients") for one in schedule) == splits
+    blocks = {block.name for block in found.find("block") if block.name.startswith("blocks.")}
+    assert blocks >= {f"blocks.{at}" for at in range(4)}
+    assert blocks >= {f"blocks.{at} backward" for at in range(4)}
+
+
 def test_checks_find_mistakes(tmp_path: Path) -> None:
     trace(tmp_path, "ddp")
     tree = json.loads(gzip.decompress((tmp_path / "traced/traces/steps_3-4/all.json.gz").read_bytes()))

@@ -22,6 +22,7 @@ from paceline.parallel.forward import forward as run_forward
 from paceline.parallel.fsdp import copy_output_views, find_scalars
 from paceline.parallel.module_hooks import CallInterceptor, find_parts
 from paceline.parallel.named_losses import NamedLossSums
+from paceline.parallel.pipeline.actions import ActionObserver
 from paceline.parallel.pipeline.eval import SequentialStageRunner
 from paceline.parallel.pipeline.gradient_check import GradientCheck
 from paceline.parallel.pipeline.pass_traces import PassTraces, TracedModel
@@ -71,6 +72,7 @@ class Pipeline:
         self.with_grad = traced.find_parameters_with_grad()
         self.slices: SequenceSlices | None = None
         self.buffers: BufferReducer | None = None  # as in TrainingStep
+        self.actions = ActionObserver()
         self.forward_error: Exception | None = None
 
     def parallelize(
@@ -178,6 +180,7 @@ class Pipeline:
                 if stage.is_last
                 else crossing(stage.end),
                 group=self.rank.group,
+                actions=self.actions,
             )
             for stage in self.stages
         ]

@@ -15,6 +15,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
+from paceline.parallel.pipeline.actions import BACKWARD, FORWARD, WEIGHTS, ActionObserver
+
 Grads = Sequence[Tensor | None]
 
 
@@ -173,7 +175,23 @@ def _backward(
 
 
 class SplitStage(PipelineStage):
-    """torch's stage, with the split of this module instead of torch's."""
+    """torch's stage, with the split of this module instead of torch's, and an observer of its actions."""
+
+    def __init__(self, *args: Any, actions: ActionObserver, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._actions = actions
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._actions.during(FORWARD, fwd_chunk_id, self.stage_index):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._actions.during(BACKWARD, bwd_chunk_id, self.stage_index):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._actions.during(WEIGHTS, bwd_chunk_id, self.stage_index):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False

@@ -66,14 +66,14 @@ def build_events(
     for op in _nest([*(op for op in ops if not op.is_async), *find_backward_blocks(ops)]):
         tid = op.thread if op.stream is None else 2 * TRACK_GAP + op.stream
         names[tid] = _track_name(op)
-        yield _make_range(op, rank, tid, clock)
+        yield make_range(op, rank, tid, clock)
     tracks: dict[str, _Tracks] = {}
     for collective in collectives:
         title = _group_title(collective)
         if title not in tracks:
             tracks[title] = _Tracks(TRACK_GAP * (3 + len(tracks)), title)
         tid = tracks[title].place(collective.op)
-        event = _make_range(collective.op, rank, tid, clock) | {"cat": "collective"}
+        event = make_range(collective.op, rank, tid, clock) | {"cat": "collective"}
         if collective.ranks:
             event["args"] = {
                 "ranks": list(collective.ranks),
@@ -111,7 +111,8 @@ def _group_title(collective: TracedCollective) -> str:
     )
 
 
-def _make_range(op: ProfiledOp, rank: int, tid: int, clock: TraceClock) -> Event:
+def make_range(op: ProfiledOp, rank: int, tid: int, clock: TraceClock) -> Event:
+    """Return the event of a range on a track."""
     begin = clock.microseconds(op.begin_ns)
     duration = (op.end_ns - op.begin_ns) / 1000
     return {"ph": "X", "name": op.name, "cat": op.kind, "pid": rank, "tid": tid, "ts": begin, "dur": duration}
@@ -163,12 +164,13 @@ def _make_launch_flows(ops: Sequence[ProfiledOp], rank: int, clock: TraceClock) 
 
 
 def _make_names(names: Mapping[int, str], rank: int, label: str) -> Iterator[Event]:
-    yield _make_name("process_name", rank, 0, {"name": label})
-    yield _make_name("process_sort_index", rank, 0, {"sort_index": rank})
+    yield make_name("process_name", rank, 0, {"name": label})
+    yield make_name("process_sort_index", rank, 0, {"sort_index": rank})
     for at, (tid, name) in enumerate(sorted(names.items())):
-        yield _make_name("thread_name", rank, tid, {"name": name})
-        yield _make_name("thread_sort_index", rank, tid, {"sort_index": at})
+        yield make_name("thread_name", rank, tid, {"name": name})
+        yield make_name("thread_sort_index", rank, tid, {"sort_index": at})
 
 
-def _make_name(name: str, rank: int, tid: int, args: Mapping[str, Any]) -> Event:
+def make_name(name: str, rank: int, tid: int, args: Mapping[str, Any]) -> Event:
+    """Return an event that describes a rank or a track."""
     return {"ph": "M", "name": name, "pid": rank, "tid": tid, "args": dict(args)}

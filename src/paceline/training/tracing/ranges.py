@@ -1,16 +1,20 @@
 """Named ranges of time on a thread: steps, micro-batches, phases, blocks."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from paceline.doctor.heartbeat import BACKWARD, FORWARD
+from paceline.parallel.pipeline.actions import StageAction
 
 # Kinds of ranges, the outer ones first. Each closes open ranges of its own kind and of the kinds inside it.
 KINDS = STEP, MICROBATCH, PHASE = "step", "micro-batch", "phase"
 BLOCK, ACTION = "block", "action"  # these are opened and closed by calls
 PREFIX = "paceline/"  # of the names in torch's profiler
+
+ACTION_NAME = re.compile(r"(.+) of micro-batch (\d+) on stage (\d+)")
 
 # (kind, name) -> what closes the range
 OpenRange = Callable[[str, str], Callable[[], None]]
@@ -29,6 +33,18 @@ def parse_range(text: str) -> tuple[str, str] | None:
         return None
     kind, _, name = text.removeprefix(PREFIX).partition("/")
     return kind, name
+
+
+def name_action(action: StageAction) -> str:
+    """Return the name of the range of an action of a pipeline; `parse_action` reads it."""
+    return f"{action.what} of micro-batch {action.microbatch} on stage {action.stage}"
+
+
+def parse_action(name: str) -> StageAction:
+    """Return the action of a pipeline of a range of kind ACTION."""
+    match = ACTION_NAME.fullmatch(name)
+    assert match is not None
+    return StageAction(match[1], int(match[2]), int(match[3]))
 
 
 class RangeStack:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from paceline.training.step import TrainingStep, ignore_microbatch
 from paceline.training.tracing.block_calls import open_block_ranges
 from paceline.training.tracing.chrome_events import TraceClock, build_events
 from paceline.training.tracing.collectives import find_collectives, find_known_numbers
+from paceline.training.tracing.pipeline_events import make_pipeline_events
 from paceline.training.tracing.profiled_ops import read_profiled_ops
-from paceline.training.tracing.ranges import RangeStack, open_profiler_range
+from paceline.training.tracing.ranges import ACTION, RangeStack, name_action, open_profiler_range
 from paceline.training.tracing.trace_files import (
     ALL,
     describe_failures,
@@ -119,6 +121,9 @@ class _OpenTrace:
         for step in _list_steps(prepared):
             step.on_microbatch = self.ranges.begin_microbatch
             self._ends.append(partial(setattr, step, "on_microbatch", ignore_microbatch))
+        if (pipeline := prepared.step.pipeline) is not None:
+            pipeline.actions.on_begin = lambda action: open_profiler_range(ACTION, name_action(action))
+            self._ends.append(partial(setattr, pipeline.actions, "on_begin", None))
 
     def stop(self) -> bool:
         """Stop recording, and return whether that was possible."""
@@ -165,7 +170,10 @@ class _OpenTrace:
         ops = read_profiled_ops(self.profiler.results.events(), context.device.type == "cuda")
         collectives = find_collectives(ops, recorded, _list_groups())
         known = gather_objects(find_known_numbers(collectives), context.world.size)
-        events = build_events(ops, collectives, known, rank, _describe_rank(context), self.clock)
+        events = chain(
+            build_events(ops, collectives, known, rank, _describe_rank(context), self.clock),
+            make_pipeline_events(ops, context.plan, rank, self.clock),
+        )
         folder = context.run.traces / f"steps_{first}-{last}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
