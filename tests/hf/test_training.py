@@ -15,10 +15,11 @@ from hf_folders import write_folder, write_text
 from paceline import Spec, Task, train
 from paceline.data.loader import shuffle
 from paceline.events import Step
+from paceline.hf.task import HuggingFace
 from paceline.task import load_task
 from paceline.training.init.pretrained import PretrainedWeights
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.processes
 
 STEPS, BATCH, LENGTH = 20, 8, 8
@@ -140,3 +141,48 @@ def test_float32_losses_are_those_of_a_plain_loop(here: Path) -> None:
     task, spec = request(here / "llama", "fp32")
     losses = [event.loss for event in train(spec, task=task) if isinstance(event, Step)]
     np.testing.assert_allclose(losses, train_plainly(here / "llama", torch.float32), rtol=1e-6)
+
+
+class AnswersOnly(HuggingFace):
+    """A fine-tuning whose samples label only some tokens: each sample another number of them."""
+
+    def dataset(self, split: str) -> Any:
+        windows: Any = super().dataset(split)
+        return [self.mask(windows[index], index) for index in range(len(windows))] if windows else None
+
+    @staticmethod
+    def mask(sample: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+        labels = sample["labels"].clone()
+        labels[: index % LENGTH] = -100
+        return sample | {"labels": labels}
+
+
+def test_labels_of_some_tokens_are_weighted_by_the_global_batch(here: Path) -> None:
+    """The loss of hf: has weights if a subclass has samples of its own."""
+    folder = here / "llama"
+    fields = {"data": str(here / "text.txt"), "length": LENGTH}
+    task = AnswersOnly(folder=str(folder), **fields)
+    samples: Any = task.dataset("train")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    expected = []
+    for indices in shuffle(np.arange(3 * BATCH), len(samples), 0).reshape(3, BATCH).tolist():
+        batch = {key: torch.stack([samples[index][key] for index in indices]) for key in samples[0]}
+        logits = model(input_ids=batch["input_ids"]).logits
+        loss = F.cross_entropy(logits.transpose(1, 2), batch["labels"], ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    spec = Spec(steps=3, batch=BATCH, precision="fp64")
+    np.testing.assert_allclose(train_on_ranks(2, task, spec, "ddp").losses, expected, rtol=1e-10)
+
+
+def test_windows_of_tokens_have_no_weights(here: Path) -> None:
+    task, _ = request(here / "llama")
+    samples: Any = task.dataset("train")
+    assert all((samples[index]["labels"] >= 0).all() for index in range(len(samples)))
+    assert task.weights(samples[0]) is None
+    assert (
+        AnswersOnly(folder=str(here / "llama"), data=str(here / "text.txt")).weights(samples[0]) is not None
+    )

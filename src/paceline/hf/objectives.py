@@ -1,6 +1,7 @@
 """What a model of a folder learns: one row for each objective."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from paceline.errors import TaskError
 from paceline.hf.folder import ModelFolder, import_transformers
@@ -15,7 +16,9 @@ class Objective:
     auto_class: str
     mapping: str  # of model types to classes, in transformers.models.auto.modeling_auto
     is_padded: bool = False  # samples have different lengths
+    labels_all: bool = False  # each token of a sample has a label
 
+    @cache  # noqa: B019 (a row of a constant table)
     def classes(self) -> dict[str, str]:
         """Return the class for each type of model."""
         import_transformers()
@@ -28,7 +31,11 @@ class Objective:
 
 
 CAUSAL_LM = Objective(
-    "causal-lm", "causal language model", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+    "causal-lm",
+    "causal language model",
+    "AutoModelForCausalLM",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    labels_all=True,
 )
 MASKED_LM = Objective(
     "masked-lm", "masked language model", "AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -160,7 +161,7 @@ class HuggingFace(Task):
 
     @property
     def _objective(self) -> Objective:
-        return choose_objective(self.objective, open_folder(self.folder))
+        return _find_objective(self.folder, self.objective)
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {key: value for key, value in batch.items() if key != "labels"}
@@ -172,8 +173,15 @@ class HuggingFace(Task):
             logits.reshape(-1, logits.shape[-1]), labels.flatten(), ignore_index=IGNORED, reduction="none"
         )
 
-    def weights(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return 1 for each token that has a label, 0 for padding and tokens that are not predicted."""
+    def weights(self, batch: dict[str, Tensor]) -> Tensor | None:
+        """Return 1 for each token that has a label, 0 for padding and tokens that are not predicted.
+
+        None if all tokens have labels. A subclass with samples of its own may label fewer.
+        """
+        own = type(self)
+        has_own_samples = (own.dataset, own.collate) == (HuggingFace.dataset, HuggingFace.collate)
+        if self._objective.labels_all and has_own_samples:
+            return None
         return (batch["labels"].flatten() != IGNORED).float()
 
     def _find_balance(self) -> ExpertBalance | None:
@@ -197,6 +205,12 @@ class HuggingFace(Task):
 
     def metrics(self, output: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"accuracy": (output.logits.argmax(-1) == batch["labels"]).flatten()}
+
+
+@lru_cache(maxsize=8)
+def _find_objective(folder: str, name: str | None) -> Objective:
+    """Return the objective of a task, which each step asks for."""
+    return choose_objective(name, open_folder(folder))
 
 
 def build_model(

@@ -23,6 +23,10 @@ from paceline.task import Task
 from paceline.user_code import UserCode
 
 ELSEWHERE = object()
+MIXED_WEIGHTS = (
+    "weights() returned None for some batches and a tensor for others; return a tensor for every batch, or "
+    "None for every batch if all items weigh the same"
+)
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -145,8 +149,25 @@ def weighted_sum(
 def _total_weight(task: Task, batches: Sequence[Batch]) -> Tensor:
     weights = [read_weights(task, batch) for batch in batches]
     if any(weight is None for weight in weights):
-        raise TaskError("weights() must return a tensor for every batch, or not be defined")
+        raise TaskError(MIXED_WEIGHTS)
     return torch.stack([weight.sum().double() for weight in weights if weight is not None]).sum()
+
+
+def agree_on_weights(task: Task, batches: Sequence[Batch], device: torch.device) -> bool:
+    """Return whether the items of the loss have weights. A collective, if the task defines `weights`.
+
+    batches: of this rank. Raises TaskError on all ranks if `weights` returns a tensor for some batches only.
+    """
+    if type(task).weights is Task.weights:
+        return False
+    found = [read_weights(task, batch) is not None for batch in batches]
+    ends = torch.tensor([not all(found), any(found)], dtype=torch.int32, device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(ends, dist.ReduceOp.MAX)
+    has_none, has_weights = ends.tolist()
+    if has_none and has_weights:
+        raise TaskError(MIXED_WEIGHTS)
+    return bool(has_weights)
 
 
 class LocalWeight:

@@ -19,10 +19,9 @@ from paceline.batch import cast_floats, find_leaves
 from paceline.data.loader import Batch
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
-from paceline.parallel.forward import call_loss_by_item
+from paceline.parallel.forward import call_loss_by_item, read_weights
 from paceline.plan.plan import ResolvedPlan
 from paceline.sample_rng import SampleNumbers, find_numbers, number_samples
-from paceline.task import Task
 from paceline.training.batch_parts import (
     ORDERS,
     Slicer,
@@ -110,7 +109,7 @@ class FirstLossCheck:
     def __call__(self, output: object, batch: Batch, values: Tensor) -> None:
         self.step.on_first_loss = None
         check_loss(values)
-        if type(self.step.task).weights is Task.weights:
+        if read_weights(self.step.task, batch) is None:
             try:
                 check_items(values, self.samples, "loss()", "the loss")
             except TaskError as error:

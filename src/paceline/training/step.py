@@ -17,7 +17,15 @@ from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.doctor.heartbeat import BACKWARD, FORWARD, UPDATE
 from paceline.errors import TaskError
 from paceline.parallel.auxiliary_loss import AuxiliaryLoss
-from paceline.parallel.forward import GlobalWeight, LocalWeight, autocast, compute_weighted_loss, forward
+from paceline.parallel.forward import (
+    MIXED_WEIGHTS,
+    GlobalWeight,
+    LocalWeight,
+    agree_on_weights,
+    autocast,
+    compute_weighted_loss,
+    forward,
+)
 from paceline.parallel.global_loss import (
     GlobalLoss,
     Gradients,
@@ -101,6 +109,8 @@ class TrainingStep:
     loss_scale: LossScale | None = field(init=False)
     step_optimizer: OptimizerStep = field(init=False)
     named: NamedLossSums = field(init=False, default_factory=NamedLossSums)
+    # Whether the items of the loss have weights, decided in the first step.
+    has_weights: bool | None = field(init=False, default=None)
     # Forward and backward run in this context.
     loss_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     on_phase: Callable[[str], None] = lambda phase: None  # called at the begin of each phase
@@ -207,7 +217,9 @@ class TrainingStep:
         if self.auxiliary is not None:
             self._begin_auxiliary(self.auxiliary, batches, step)
         weight: GlobalWeight | LocalWeight | None = None
-        if type(self.task).weights is not Task.weights:
+        if self.has_weights is None:
+            self.has_weights = agree_on_weights(self.task, batches, self.device)
+        if self.has_weights:
             own = LocalWeight(self.task, batches, self.data_ranks) if self.is_local else None
             weight = own or GlobalWeight(self.task, batches, self.place.is_first_of_data)
         if self.pipeline is not None:
@@ -228,6 +240,8 @@ class TrainingStep:
                     loss, num_items = compute_weighted_loss(
                         self.task, self.model, batch, self.on_first_loss, self.named, self.auxiliary
                     )
+                if isinstance(num_items, Tensor) != self.has_weights:
+                    raise TaskError(MIXED_WEIGHTS)
                 if whole is None:
                     whole = (
                         weight.result()

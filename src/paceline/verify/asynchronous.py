@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline import task as tasks
+from paceline.data.fake import example_batch
 from paceline.distributed.world import read_world
 from paceline.events import Ended, Step
+from paceline.parallel.forward import read_weights
 from paceline.plan.plan import Plan, parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Spec
@@ -103,7 +105,7 @@ def _check_local_sgd(
         "" if is_equal else "they differ",
     )
     what = "with period=1, SGD without momentum is the same training as ddp"
-    has_weights = type(task).weights is not Task.weights
+    has_weights = read_weights(task, example_batch(spec, task, Plan(dp=1).resolve(1))) is not None
     if has_weights or reference.has_batch_norm:
         reason = (
             "items have weights"

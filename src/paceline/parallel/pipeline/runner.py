@@ -17,7 +17,13 @@ from paceline.parallel.auxiliary_loss import AuxiliaryLoss
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.compile import recompute_and_compile
 from paceline.parallel.context.apply import ContextParallel
-from paceline.parallel.forward import GlobalWeight, LossInspector, autocast, compute_weighted_loss
+from paceline.parallel.forward import (
+    MIXED_WEIGHTS,
+    GlobalWeight,
+    LossInspector,
+    autocast,
+    compute_weighted_loss,
+)
 from paceline.parallel.forward import forward as run_forward
 from paceline.parallel.fsdp import copy_output_views, find_scalars
 from paceline.parallel.module_hooks import CallInterceptor, find_parts
@@ -229,6 +235,8 @@ class Pipeline:
                 loss, own_items = compute_weighted_loss(
                     self.task, self.model, batch, None if losses else examine, named, auxiliary
                 )
+            if isinstance(own_items, Tensor) != (weight is not None):
+                raise TaskError(MIXED_WEIGHTS)
             if not whole:
                 whole.append(
                     weight.result()
