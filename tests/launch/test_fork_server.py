@@ -1,7 +1,9 @@
 """Ranks that are forked from the fork server equal spawned ranks, also when the fork server dies."""
 
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,9 +13,11 @@ import psutil
 import pytest
 
 from command import PACELINE, TASK, Running, events_of_kind, paceline, set_sample_delay, start, write_task
+from hf_folders import write_folder, write_text
 from paceline.events import Ended, Failed, Started
 from paceline.launch import fork_server
 from paceline.launch.fork_server import is_safe
+from paceline.run import RunFolder
 
 pytestmark = pytest.mark.processes
 
@@ -125,6 +129,39 @@ def test_a_forked_rank_equals_a_spawned_rank(tmp_path: Path) -> None:
         assert forked["signals"]["1"] == str(signal.SIG_IGN)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["forked", "spawned"])
+def test_the_library_of_a_model_is_imported_once(how: str, tmp_path: Path) -> None:
+    """Python lists what each process imports in its log: also a module that the model's module imports."""
+    pytest.importorskip("transformers")
+    folder, text = write_folder(tmp_path / "llama"), write_text(tmp_path / "text.txt")
+    words = ("train", f"hf:{folder}", "--set", f"data={text}", "--set", "length=8", "--batch", "4")
+    options = ("--steps", "1", "--ranks", "2", "--device", "cpu", "--run-dir", "r")
+    environ = {"SEEN": how, "PYTHONPROFILEIMPORTTIME": "1"}
+    result = paceline(*words, *options, at=tmp_path, program=(sys.executable, "-c", LAUNCHER), **environ)
+    assert result.status == 0, result.all
+    logs = {path.name: path.read_text() for path in (tmp_path / "r/ranks").iterdir() if path.is_file()}
+    importing = {name for name, log in logs.items() if "transformers.modeling_layers\n" in log}
+    ranks = {RunFolder(tmp_path / "r").rank_log(rank).name for rank in range(2)}
+    assert ranks < logs.keys()
+    assert importing == ({"fork_server.txt"} if how == "forked" else ranks)
+
+
+def test_what_is_imported_before_forks_starts_no_threads(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = write_folder(tmp_path / "llama")
+    code = f"""
+import os, sys
+from paceline.hf.task import import_model_library
+import_model_library({{"folder": {str(folder)!r}}})
+assert "transformers.models.llama.modeling_llama" in sys.modules
+print(len(os.listdir("/proc/self/task")))
+"""
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert done.stdout == "1\n", done.stderr
+
+
 def test_ranks_are_spawned_if_forks_are_not_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     one_thread = {"OMP_NUM_THREADS": "1"}
     assert is_safe(one_thread)
@@ -213,7 +250,6 @@ def test_restarted_ranks_are_forked_again(tmp_path: Path) -> None:
 def test_a_forked_process_without_go_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the fork server died before its answer, and another process became this rank."""
     from paceline.launch.spawn import build_rank_environments
-    from paceline.run import RunFolder
 
     run = RunFolder(tmp_path)
     run.ranks.mkdir()

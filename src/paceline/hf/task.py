@@ -213,6 +213,18 @@ def _find_objective(folder: str, name: str | None) -> Objective:
     return choose_objective(name, open_folder(folder))
 
 
+def import_model_library(fields: Mapping[str, Any]) -> None:
+    """Import what the model of a folder needs, and load its tokenizer, for forks of this process.
+
+    fields: of the task. Starts no threads. Raises TaskError.
+    """
+    folder = open_folder(fields["folder"])
+    folder.read_config()
+    objective = choose_objective(fields.get("objective"), folder)
+    getattr(import_transformers(), objective.classes()[folder.kind])  # imports the module of the model
+    load_tokenizer(folder.path)
+
+
 def build_model(
     folder: ModelFolder,
     objective: str | None,

@@ -1,9 +1,9 @@
 """The fork server: a process that imports what every rank needs, and forks ranks for its parent.
 
-A rank spends most of its start importing torch. The fork server imports it once, runs no operator and imports
-no user code. A forked rank becomes a child of the launcher, which is a child subreaper at that moment. So, as
-for a spawned rank, the launcher waits for it, and the rank sees by its parent when the launcher is gone. If
-the fork server dies, its ranks continue.
+A rank spends most of its start importing torch, and transformers for a task `hf:`. The fork server imports
+them once, runs no operator and imports no user code. A forked rank becomes a child of the launcher, which is
+a child subreaper at that moment. So, as for a spawned rank, the launcher waits for it, and the rank sees by
+its parent when the launcher is gone. If the fork server dies, its ranks continue.
 """
 
 import contextlib

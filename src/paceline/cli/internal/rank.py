@@ -1,5 +1,6 @@
 """paceline rank: one rank of a launcher of Paceline. Internal."""
 
+import contextlib
 import os
 import sys
 import traceback
@@ -9,7 +10,9 @@ from typing import Annotated
 import typer
 
 from paceline.distributed.world import World
-from paceline.run import RunFolder
+from paceline.errors import Error
+from paceline.run import RunFolder, open_run
+from paceline.spec import HF_TASK
 
 
 def rank(
@@ -31,12 +34,12 @@ def rank(
         import paceline.launch.rank_main  # noqa: F401 (what every rank needs)
         from paceline.launch.fork_ranks import serve
 
+        _import_model_library(run)
         forked = serve(server)
         if forked is None:
             return
         importer, _ = forked
     from paceline.distributed.world import read_world
-    from paceline.run import open_run
 
     folder, me = open_run(run), read_world()
     if launcher is None:
@@ -45,6 +48,16 @@ def rank(
     from paceline.launch.rank_main import run_started
 
     run_started(folder, me, launcher, importer, task_file)
+
+
+def _import_model_library(run: Path) -> None:
+    """Import the library of the model, if Paceline's own task names it: once for all ranks."""
+    with contextlib.suppress(Error):  # the ranks report what is wrong
+        spec, _ = open_run(run).next_request()
+        if spec.task == HF_TASK:
+            from paceline.hf.task import import_model_library
+
+            import_model_library(spec.set)
 
 
 def _train_reporting_once(folder: RunFolder, me: World) -> None:
