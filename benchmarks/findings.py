@@ -267,9 +267,9 @@ FAULTS = [
     Case(
         "trained for too long",
         ("plateau",),
-        EVALUATED,
-        fields={"noise": 1.0, "width": 16, "depth": 1, "samples": 20_000, "validation": 2000},
-        steps=2500,
+        (*EVALUATED, "--lr", "1e-2"),
+        fields={"noise": 1.0, "width": 16, "depth": 1, "samples": 20_000, "validation": 320},
+        steps=1500,
     ),
     Case(
         "unequal stages",

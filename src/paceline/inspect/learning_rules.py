@@ -1,6 +1,7 @@
 """Rules about the course of the loss: spikes, plateaus, updates that overflowed."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -19,6 +20,8 @@ MIN_PLATEAU_SHARE = 0.2  # of the training; it may begin slowly
 PLATEAU_CHANGE = 0.005  # of the loss, by which its median changes at most
 BEGIN_DEVIATIONS = 1.2  # of a step; 3 of the median of the first 10 steps
 NEAR_ZERO = 0.05  # a loss below this share of the first loss has been learned
+STALE_GAIN = 0.02  # of the whole improvement of the evaluations, that counts as none
+STALE_NOISE = 0.1  # likewise of the noisy loss of steps, whose course is tested besides
 STALE_SHARE = 0.6  # of the run, during which neither loss nor evaluation improve
 MIN_STALE_STEPS, MIN_STALE_EVALUATIONS = 400, 8
 OVERFLOW_SHARE = 0.1
@@ -105,7 +108,7 @@ def _find_never_moved(facts: RunFacts, losses: Sequence[float]) -> list[Evidence
     # A loss that fell in the first steps and then stayed has learned what there was to learn.
     if abs(last - first) > limit or abs(last - begin) > max(limit, BEGIN_DEVIATIONS * _noise(losses)):
         return []
-    if abs(last) < NEAR_ZERO * scale or _improved(facts, 1.0):
+    if abs(last) < NEAR_ZERO * scale or _improve_evaluations(facts, 1.0) > PLATEAU_CHANGE:
         return []
     # A noisy loss may fall by less than its noise: compare the halves by rank, which needs no distribution.
     if _falls(losses):
@@ -133,7 +136,9 @@ def _find_stale(facts: RunFacts, losses: Sequence[float]) -> list[Evidence]:
     early, late = statistics.median(tail[: len(tail) // 3]), statistics.median(tail[-(len(tail) // 3) :])
     drop = head - early
     has_learned = abs(late) < NEAR_ZERO * abs(head)
-    if drop <= 0 or early - late > 0.02 * drop or has_learned or _improved(facts, STALE_SHARE):
+    if drop <= 0 or early - late > STALE_NOISE * drop or has_learned:
+        return []
+    if _improve_evaluations(facts, STALE_SHARE) > STALE_GAIN * _improve_evaluations(facts, 1.0):
         return []
     if _falls(tail):
         return []
@@ -141,7 +146,7 @@ def _find_stale(facts: RunFacts, losses: Sequence[float]) -> list[Evidence]:
     share = STALE_SHARE
     return [
         Evidence(
-            f"the loss and the evaluations have not improved since step {step}: {early:.4g} then, "
+            f"the loss and the evaluations have hardly improved since step {step}: {early:.4g} then, "
             f"{late:.4g} at the end",
             {"step": step, "loss_then": early, "loss": late},
             share,
@@ -177,15 +182,15 @@ def _falls(losses: Sequence[float]) -> bool:
     return statistic < n * n / 2 - 4 * deviation
 
 
-def _improved(facts: RunFacts, share: float) -> bool:
-    """Return whether the loss of an evaluation improved in the last `share` of the evaluations."""
+def _improve_evaluations(facts: RunFacts, share: float) -> float:
+    """Return by how much the best loss fell in the last `share` of the evaluations, relative to before."""
     values = [event.metrics.get("loss") for event in facts.evaluated]
-    known = [value for value in values if value is not None and value == value]
-    if len(known) < 3:
-        return False
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return 0.0
     split = max(1, round((1 - share) * len(known)))
-    before, after = min(known[:split]), min(known[split:], default=float("inf"))
-    return after < before - PLATEAU_CHANGE * abs(before)
+    before, after = min(known[:split]), min(known[split:], default=math.inf)
+    return max(0.0, before - after) / abs(before) if before else 0.0
 
 
 def check_overflow(facts: RunFacts) -> Outcome:

@@ -52,8 +52,8 @@ def check_input(facts: RunFacts) -> Outcome:
         # A rank that loses its core while it reads seems to wait, in some of the steps.
         if workers:
             return Missing(f"the training waited for a core for {contention:.0%} of the time")
-        data_s = statistics.median(point.data_s for point in facts.warm)
-        step_s = statistics.median(point.step_s for point in facts.warm)
+        data_s = statistics.median(point.data_s for point in facts.warm) * max(0.1, 1 - contention)
+        step_s = statistics.median(point.step_s for point in facts.warm) * max(0.1, 1 - contention)
     else:
         warm = _without_stalls(facts.warm)
         count = sum(point.num_steps for point in warm)
