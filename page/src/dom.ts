@@ -62,3 +62,10 @@ export function inkOn(colour: string): string {
   const luminance = 0.2126 * (parts[0] ?? 0) + 0.7152 * (parts[1] ?? 0) + 0.0722 * (parts[2] ?? 0);
   return luminance > 140 ? "#1a1d21" : "#ffffff";
 }
+
+/** Names with their colours. */
+export function legend(names: [string, string][]): HTMLElement {
+  const chip = (colour: string): SVGSVGElement =>
+    svg("svg", { class: "chip", viewBox: "0 0 10 10", "aria-hidden": "true" }, svg("rect", { width: 10, height: 10, fill: colour }));
+  return h("p", { class: "legend" }, ...names.map(([name, colour]) => h("span", {}, chip(colour), name)));
+}

@@ -6,6 +6,8 @@ import { CurvePanels } from "./curves";
 import { h, show } from "./dom";
 import { age, clock, count, date, energy, number, percent, short } from "./format";
 import { FindingsPanel } from "./findings";
+import { MachinePanels } from "./machine";
+import { RankMapPanel } from "./map";
 import { Panel } from "./panel";
 import { PartsPanels } from "./parts";
 import { Store, type Message, type RunRow } from "./store";
@@ -17,6 +19,7 @@ class Page {
   private readonly header = h("header", { class: "page" });
   private readonly alerts = h("div", { class: "bar", role: "status", "aria-live": "polite" });
   private readonly controls = h("div", { class: "bar" });
+  private readonly machineControls = h("div", { class: "bar" });
   private readonly main = h("main");
   private readonly runs = new Panel("Runs", "w12", () => this.runTable());
   private readonly log = new Panel("Log", "w12", () => ({
@@ -26,11 +29,15 @@ class Page {
   private readonly findings = new FindingsPanel(this.store);
   private readonly parts = new PartsPanels(this.store);
   private readonly curves = new CurvePanels(this.store, (path, query) => this.link(path, query), () => this.layOut());
+  private readonly machine = new MachinePanels(this.store, (node) => this.go({ node }));
+  private readonly map = new RankMapPanel(this.store, (path, query) => this.link(path, query), (map) => this.go({ map }));
   private stream: EventSource | null = null;
   private isConnected = true;
   private run = "";
   private axis = "step";
   private filter = "";
+  private node = "";
+  private mapTitle = "";
   private isFrameDue = false;
   private changed = new Set<string>();
 
@@ -53,23 +60,26 @@ class Page {
     if (run !== this.run) {
       this.store.clear();
       this.curves.clear();
+      this.machine.clear();
     }
     this.run = run;
     this.axis = query.get("axis") ?? "step";
     this.filter = query.get("filter") ?? "";
+    this.node = query.get("node") ?? "";
+    this.mapTitle = query.get("map") ?? "";
     this.connect();
     this.layOut();
   }
 
   private go(change: Record<string, string>): void {
-    const query = new URLSearchParams({ run: this.run, axis: this.axis, filter: this.filter, ...change });
+    const query = new URLSearchParams({ run: this.run, axis: this.axis, filter: this.filter, node: this.node, map: this.mapTitle, ...change });
     for (const [name, value] of [...query]) if (!value || (name === "axis" && value === "step")) query.delete(name);
     location.hash = query.toString();
   }
 
   private connect(): void {
     this.stream?.close();
-    const query: Record<string, string> = { axis: this.axis, filter: this.filter };
+    const query: Record<string, string> = { axis: this.axis, filter: this.filter, node: this.node, map: this.mapTitle };
     if (this.run) query.run = this.run;
     this.stream = new EventSource(`stream?${new URLSearchParams(query)}`);
     this.stream.onopen = () => this.setConnected(true);
@@ -101,10 +111,12 @@ class Page {
     this.isFrameDue = false;
     const changed = this.changed;
     this.changed = new Set();
-    if (isAll || changed.has("curves") || changed.has("gone")) this.layOut();
+    if (isAll || changed.has("curves") || changed.has("gone") || changed.has("machine")) this.layOut();
     if (isAll || [...changed].some((name) => name.startsWith("curve"))) this.curves.update();
     if (isAll || changed.has("parts") || changed.has("curves")) this.parts.update();
     if (isAll || changed.has("findings") || changed.has("gone")) this.findings.update();
+    if (isAll || [...changed].some((name) => name.startsWith("machine"))) this.machine.update();
+    if (isAll || changed.has("map")) this.map.update();
     if (isAll || changed.has("log")) this.showLog();
     if (isAll || changed.has("runs")) this.showRuns();
     this.showHeader();
@@ -114,24 +126,26 @@ class Page {
 
   private layOut(): void {
     const hasRun = this.run !== "" && !this.store.panels.gone;
-    const panels: Panel[] = [];
+    const wanted: Element[] = [this.alerts];
+    const place = (...panels: Panel[]): number => wanted.push(...panels.map((panel) => panel.element));
+    const focused = document.activeElement?.id;
     if (hasRun) {
       const [first, ...others] = this.curves.panels();
-      if (first) panels.push(this.findings.panel, first, this.parts.step, this.parts.history, this.parts.memory, ...others, this.log);
+      show(this.controls, this.store.panels.curves ? this.curves.controls(this.axis, (axis) => this.go({ axis }), this.filter, (filter) => this.go({ filter })) : null);
+      show(this.machineControls, this.machine.heading());
+      wanted.push(this.controls);
+      if (this.store.panels.curves) {
+        place(this.findings.panel, ...(first ? [first, this.parts.step] : []), this.parts.history, this.parts.memory, ...others, this.map.panel);
+        wanted.push(this.machineControls);
+        place(...this.machine.panels(), this.log);
+      }
     }
-    if (!this.run || (this.store.panels.runs?.length ?? 0) > 1) panels.push(this.runs);
-    const focused = document.activeElement?.id;
-    show(
-      this.controls,
-      hasRun && this.store.panels.curves
-        ? this.curves.controls(this.axis, (axis) => this.go({ axis }), this.filter, (filter) => this.go({ filter }))
-        : null,
-    );
-    const wanted = [this.alerts, ...(hasRun ? [this.controls] : []), ...panels.map((panel) => panel.element)];
+    if (!this.run || (this.store.panels.runs?.length ?? 0) > 1) place(this.runs);
     const isSame = wanted.length === this.main.children.length && wanted.every((element, at) => this.main.children[at] === element);
     if (!isSame) show(this.main, ...wanted);
     if (focused) document.getElementById(focused)?.focus();
     this.curves.update();
+    this.machine.update();
   }
 
   private showHeader(): void {

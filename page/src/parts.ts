@@ -2,7 +2,7 @@
 
 import { stackedBars } from "./bars";
 import { Chart, type Line } from "./chart";
-import { h, shade, svg } from "./dom";
+import { h, legend, shade } from "./dom";
 import { AXES, NONE, bytes, percent, seconds } from "./format";
 import { Panel, type Rows } from "./panel";
 import type { PartRow, Parts, Store, Table } from "./store";
@@ -20,11 +20,8 @@ function compare(rows: PartRow[] | undefined, text: (value: number | null) => st
   };
 }
 
-/** The names of parts with their colours. */
-function legend(names: string[], colours: Record<string, string>): HTMLElement {
-  const chip = (name: string): SVGSVGElement =>
-    svg("svg", { class: "chip", viewBox: "0 0 10 10", "aria-hidden": "true" }, svg("rect", { width: 10, height: 10, fill: shade(colours[name] ?? "#969696") }));
-  return h("p", { class: "legend" }, ...names.map((name) => h("span", {}, chip(name), name)));
+function legendOf(names: string[], colours: Record<string, string>): HTMLElement {
+  return legend(names.map((name) => [name, shade(colours[name] ?? "#969696")]));
 }
 
 export class PartsPanels {
@@ -91,14 +88,14 @@ export class PartsPanels {
     const names = (rows: PartRow[]): string[] => rows.map((row) => row[0]);
     this.step.fill(
       stackedBars(parts.time, parts.colours, seconds, `A step takes ${seconds(parts.step_s)}`),
-      legend(names(parts.time), parts.colours),
+      legendOf(names(parts.time), parts.colours),
       slow,
       hint,
     );
     this.memory.describe(`at the peak, rank ${parts.peak_rank}`);
     this.memory.fill(
       stackedBars(parts.memory, parts.memory_colours, bytes, "Memory of a rank by part"),
-      legend(names(parts.memory), parts.memory_colours),
+      legendOf(names(parts.memory), parts.memory_colours),
       hint && isPredicted ? hint : null,
     );
   }
@@ -112,7 +109,7 @@ export class PartsPanels {
     }
     this.history.describe("stacked; profiled steps, mean of the ranks; the dashed line is the predicted step");
     const names = Object.keys(table).filter((name) => name !== "x" && table[name]!.some((value) => value));
-    this.history.fill(this.chart.element, legend(names, parts.colours));
+    this.history.fill(this.chart.element, legendOf(names, parts.colours));
     const sums = x.map(() => 0);
     const lines: Line[] = names.map((name) => {
       const colour = shade(parts.colours[name] ?? "#969696");

@@ -88,7 +88,36 @@ export interface Findings {
   problem: string;
 }
 
+export interface Machine {
+  nodes: string[];
+  node: number;
+  figures: { title: string; unit: string }[];
+  absent?: string[];
+}
+
+export interface MapRow {
+  node: string;
+  rank?: number;
+  gpu?: number;
+  pp?: number;
+  dp?: number;
+  cp?: number;
+  tp?: number;
+}
+
+export interface RankMap {
+  titles: string[];
+  rows: MapRow[];
+  title?: string;
+  unit?: string;
+  what?: "rank" | "gpu";
+  width_s?: number;
+  problem?: string;
+}
+
 export interface Panels {
+  machine?: Machine;
+  map?: RankMap;
   findings?: Findings | null;
   runs?: RunRow[];
   runs_problem?: string;

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from browser import start_browser
+from paceline.run import RunFolder
 from run_lines import folder, started, step
 from watching import watch, why_not_built
 
@@ -60,11 +61,31 @@ def build_lines(steps: int) -> list[dict]:
     return lines
 
 
+def write_rank_files(run: RunFolder) -> None:
+    """Write samples of two ranks, and for each a heartbeat and output."""
+    run.monitor.mkdir()
+    run.ranks.mkdir()
+    names = "time [s],cpu [%],rank0 cpu [%],rank1 cpu [%],gpu0 power [W]"
+    rows = [f"{1.7e9 + at},{at},10,{20 + at},300" for at in range(40)]
+    (run.monitor / "node1.csv").write_text(
+        "\n".join(["# paceline samples 1", "# node: <b>node1", names, *rows, ""])
+    )
+    beat = {
+        "ranks": 2, "host": "<b>node1", "pid": 7, "began": 1.7e9, "time": 1.7e9, "step": 50, "steps": 60,
+        "stepped": 1.7e9, "longest_s": 1.0, "phase": "backward", "since": 1.7e9, "patience_s": None,
+        "spent_s": {"forward": 0.25, EVIL: 0.5},
+    }  # fmt: skip
+    for rank in range(2):
+        run.alive(rank).write_text(json.dumps(beat | {"rank": rank}))
+        run.rank_log(rank).write_text(f"output of rank {rank}\n{EVIL}\n")
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     at = tmp_path_factory.mktemp("watched")
     lines = build_lines(50)
-    folder(at / "first", lines)
+    first = folder(at / "first", lines)
+    write_rank_files(first)
     folder(at / EVIL.replace("/", "∕"), lines)
     return at
 
@@ -116,6 +137,7 @@ def read_table(browser, title: str) -> list[list[str]]:
     )
     found = browser.run(rows)
     browser.run("document.querySelector('dialog').close()")
+    wait(browser, "!document.querySelector('dialog')")
     return found
 
 
@@ -221,7 +243,7 @@ def test_brush_zooms_all_curves_and_escape_shows_all(server, browser):
             rows = read_table(browser, title)[1:]
         assert 10 < len(rows) < 20  # a quarter
         assert int(rows[0][0]) > 10
-    browser.call("Input.dispatchKeyEvent", type="keyDown", key="Escape")
+    browser.call("Input.dispatchKeyEvent", type="keyDown", key="Escape", windowsVirtualKeyCode=27)
     wait(browser, "!document.body.innerText.includes('show all')")
     assert len(read_table(browser, "Loss")) > 50
 
@@ -239,6 +261,41 @@ def test_keyboard_changes_axis_run_and_list(server, browser):
     browser.call("Input.dispatchKeyEvent", type="keyDown", key="r")
     wait(browser, "document.querySelector('header').innerText.includes('2 runs')")
     assert browser.run("document.querySelectorAll('section canvas').length") == 0
+
+
+def test_machine_has_a_figure_for_each_kind_of_samples(server, browser):
+    open_run(browser, server)
+    wait(browser, f"!!{panel('GPU power')}?.querySelector('canvas')")
+    assert read_table(browser, "Processors")[-1] == ["39", "39"]
+    assert "<b>node1" in browser.run("document.getElementById('node').innerText")
+    rows = read_table(browser, "Ranks over time")
+    assert rows[1][0] == "GPU 0 · <b>node1"
+
+
+def test_click_on_a_row_opens_the_rank(server, browser):
+    open_run(browser, server)
+    choose = f"{panel('Ranks over time')}.querySelector('select')"
+    wait(browser, f"!!{choose}")
+    browser.run(f"{choose}.value = 'Processor time'; {choose}.dispatchEvent(new Event('change'))")
+    wait(browser, "location.hash.includes('Processor')")
+    wait(browser, f"{panel('Ranks over time')}.innerText.includes('a row is a rank')")
+    canvas = f"{panel('Ranks over time')}.querySelector('canvas')"
+    browser.run(f"{canvas}.scrollIntoView({{block: 'center'}})")
+    browser.draw()
+    box = browser.run(f"(box => [box.left, box.top, box.width])({canvas}.getBoundingClientRect())")
+    position = {"x": box[0] + 0.6 * box[2], "y": box[1] + 27}  # the second row
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **position)
+    text = wait(browser, "document.querySelector('dialog')?.innerText")
+    assert "backward after step 50" in text
+    assert "output of rank 1" in text
+    assert EVIL in text
+    assert ["forward", "250 ms"] in browser.run(
+        "[...document.querySelectorAll('dialog tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+    browser.call("Input.dispatchKeyEvent", type="keyDown", key="Escape", windowsVirtualKeyCode=27)
+    wait(browser, "!document.querySelector('dialog')")
+    assert browser.errors == []
 
 
 def test_filter_limits_the_curves(server, browser):

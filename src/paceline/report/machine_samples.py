@@ -31,9 +31,15 @@ KINDS = (
     "rankN cpu",
     "rankN memory",
     "gpuN utilization",
+    "gpuN sm active",
     "gpuN memory used",
     "gpuN power",
+    "gpuN clock sm",
     "gpuN temperature",
+    "gpuN pcie in",
+    "gpuN pcie out",
+    "gpuN nvlink in",
+    "gpuN nvlink out",
 )
 TOTALS = ("memory total", "job memory limit", "gpuN memory total", "gpuN power limit")
 COUNTERS = ("cpu energy", "gpuN energy")

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -21,7 +22,7 @@ from paceline.web.access import Access, App, Guard
 from paceline.web.curves import Selection, find_curve, to_columns
 from paceline.web.delta import SentState
 from paceline.web.panels import build
-from paceline.web.rank_log import read_rank_log
+from paceline.web.ranks import read_log, read_rank
 from paceline.web.runs import RunList, WatchedRun
 
 STATIC = Path(__file__).parent / "static"
@@ -31,6 +32,7 @@ MAX_STREAMS = 32
 POLL_S = 0.25
 MAX_SHARE = 0.1  # of the time that the server may read and compute for one page
 KEEP_ALIVE_S = 15.0
+T = TypeVar("T")
 ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
@@ -42,6 +44,7 @@ def build_app(runs: RunList, access: Access, is_closing: Callable[[], bool] = la
         Route("/stream", server.stream),
         Route("/curve", server.curve),
         Route("/curve.csv", server.curve_as_csv),
+        Route("/rank", server.rank),
         Route("/log", server.log),
     ]
     return Guard(Starlette(routes=routes, exception_handlers={Error: _refuse}), access)
@@ -73,7 +76,7 @@ def _refuse(_: Request, error: Exception) -> Response:
 
 def _select(request: Request) -> Selection:
     query = request.query_params
-    return Selection(query.get("axis", "step"), query.get("filter", ""), query.get("node", ""))
+    return Selection(**{name: query[name] for name in ("axis", "filter", "node", "map") if name in query})
 
 
 class PageServer:
@@ -172,9 +175,13 @@ class PageServer:
 
     async def log(self, request: Request) -> Response:
         """Answer with the end of the output of a rank."""
-        text = await asyncio.to_thread(self._read_log, request)
-        return PlainTextResponse(text)
+        return PlainTextResponse(await asyncio.to_thread(self._read_of_rank, request, read_log))
 
-    def _read_log(self, request: Request) -> str:
-        folder: RunFolder = self._runs.watch(request.query_params.get("run", "")).folder
-        return read_rank_log(folder, request.query_params.get("rank", ""))
+    async def rank(self, request: Request) -> Response:
+        """Answer with the state of a rank."""
+        state = await asyncio.to_thread(self._read_of_rank, request, read_rank)
+        return Response(ENCODER.encode(nan_to_null(state)), media_type="application/json")
+
+    def _read_of_rank(self, request: Request, read: Callable[[RunFolder, str], T]) -> T:
+        query = request.query_params
+        return read(self._runs.watch(query.get("run", "")).folder, query.get("rank", ""))

@@ -11,6 +11,7 @@ from paceline.report.run_view import RunView
 MAX_CURVES = 24  # that are sent at once; others are found by their names
 MAX_POINTS = 800  # of a curve
 MAX_FILTER = 100  # characters
+MAX_NAME = 300  # characters of the name of a curve
 UNITS = {
     "samples_per_s": "samples/s",
     "step_s": "s",
@@ -26,16 +27,20 @@ ORDER = ("loss", "grad_norm", "lr", "samples_per_s", "step_s", "data_s")
 
 @dataclass(frozen=True)
 class Selection:
-    """What a page shows of a run. filter: text that the names of the curves contain."""
+    """What a page shows of a run.
+
+    filter: text that the names of the curves contain. node: number of the node whose samples are shown.
+    map: title of the map of ranks or GPUs."""
 
     axis: str = "step"
     filter: str = ""
     node: str = ""
+    map: str = ""
 
     def __post_init__(self) -> None:
         if self.axis not in AXES:
             raise RunError(f"axis must be one of {', '.join(AXES)}")
-        if max(len(self.filter), len(self.node)) > MAX_FILTER:
+        if max(map(len, (self.filter, self.node, self.map))) > MAX_FILTER:
             raise RunError(f"a filter has at most {MAX_FILTER} characters")
 
 
@@ -49,11 +54,12 @@ def round_all(values: Sequence[float | None], digits: int = 6) -> list[float | N
 
 
 def list_names(view: RunView) -> list[str]:
-    """Return the names of all curves: fields of steps, named losses, metrics of evaluations.
+    """Return the names of all curves: fields of steps, named losses, metrics; without very long names.
 
     Those of steps begin with "step:", those of metrics with "metric:"."""
     quantities = sorted(view.quantities, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
-    return [f"step:{name}" for name in quantities] + [f"metric:{name}" for name in view.metrics]
+    names = [f"step:{name}" for name in quantities] + [f"metric:{name}" for name in view.metrics]
+    return [name for name in names if len(name) <= MAX_NAME]
 
 
 def find_curve(view: RunView, key: str, axis: str, limit: int = MAX_POINTS, **range_: Any) -> CurvePoints:

@@ -12,6 +12,7 @@ from paceline.report.run_view import RunView
 from paceline.report.text import format_event
 from paceline.units import without_controls
 from paceline.web.curves import MAX_CURVES, Selection, build_tables, list_names, round_to
+from paceline.web.machine import build_machine, build_map
 from paceline.web.prediction import read_prediction
 from paceline.web.runs import WatchedRun, find_state, show_name
 
@@ -60,6 +61,9 @@ def build(run: WatchedRun, selection: Selection) -> tuple[Panels, Tables]:
         tables |= build_tables(view, axis, shown)
         panels["parts"], tables["parts"] = build_parts(run, axis)
         tables["log"] = build_log(view)
+        panels["machine"], of_machine = build_machine(view, selection.node)
+        panels["map"], of_map = build_map(view, selection.map)
+        tables |= of_machine | of_map
         panels["findings"] = run.findings.panel
         panels["problems"] = [without_controls(text) for text in view.problems]
     except Error as error:

@@ -1,0 +1,57 @@
+"""One rank for a page: its last heartbeat and the end of its output."""
+
+import os
+from typing import Any
+
+from paceline.doctor import heartbeat
+from paceline.doctor.heartbeat import Heartbeat
+from paceline.errors import RunError
+from paceline.files import open_regular
+from paceline.run import RunFolder
+from paceline.units import is_whole_number, without_controls
+
+MAX_BYTES = 2**16
+
+
+def read_rank(run: RunFolder, number: str) -> dict[str, Any]:
+    """Return host, phase and mean seconds of each phase of a rank. Raises RunError if it has no heartbeat."""
+    rank = _parse_rank(number)
+    path = run.alive(rank)
+    beat: Heartbeat | None = None if path.is_symlink() else heartbeat.read(path, Heartbeat)
+    if beat is None:
+        raise RunError(f"rank {rank} has no heartbeat in {path}")
+    return {
+        "rank": beat.rank,
+        "host": beat.host,
+        "pid": beat.pid,
+        "phase": beat.phase,
+        "step": beat.step,
+        "time": beat.time,
+        "spent_s": dict(beat.spent_s),
+    }
+
+
+def read_log(run: RunFolder, number: str) -> str:
+    """Return the last 64 KiB of a rank's output. Raises RunError if there is none."""
+    rank = _parse_rank(number)
+    path = run.rank_log(rank)
+    try:
+        if path.is_symlink():  # the owner of the run may not be the user of the page
+            raise RunError(f"{path} is a link; only regular files are shown")
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - MAX_BYTES))
+            data = file.read(MAX_BYTES)
+    except FileNotFoundError:
+        raise RunError(f"rank {rank} has no output in {path}") from None
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from error
+    if size > MAX_BYTES:
+        data = data[data.find(b"\n") + 1 :]
+    return "\n".join(without_controls(line) for line in data.decode(errors="replace").split("\n"))
+
+
+def _parse_rank(number: str) -> int:
+    if not is_whole_number(number):
+        raise RunError("rank must be a number")
+    return int(number)
