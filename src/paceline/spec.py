@@ -338,6 +338,10 @@ class Spec(Value):
         description="first and last step to trace, such as 20:25; the trace shows what each rank does when"
         " [default: none]",
     )
+    nvtx: bool = Field(
+        default=False,
+        description="mark steps, phases, micro-batches and blocks with NVTX ranges, for Nsight Systems",
+    )
     timeout_s: float = Field(
         default=60.0,
         gt=0,

@@ -31,6 +31,7 @@ from paceline.run import RunFolder
 from paceline.spec import Save
 from paceline.training.init.named_tensors import named_tensors
 from paceline.training.profiling.torch_profiler import TorchProfiler
+from paceline.training.tracing import step_tracer
 from paceline.training.tracing.collectives import find_collectives
 from paceline.training.tracing.profiled_ops import ProfiledOp
 from paceline.training.tracing.ranges import RangeStack
@@ -324,6 +325,53 @@ def test_offset_of_the_clocks_of_nodes() -> None:
         assert abs(offset_ns + shift_ns) <= error_ns < 10**9
     assert found[1] == found[2], "ranks of a node have one clock"
     assert ranks(3)(measure_with_shifted_clock, shift_ns, True) == [(0, 0)] * 3
+
+
+def train_with_recorded_nvtx(folder: str, nvtx: bool, trace: str | None) -> tuple[list[Any], list[str]]:
+    """Train on the CPU, with functions that record the calls of NVTX in place of the device's."""
+    log: list[str] = []
+    spec = SPEC.model_copy(update={"nvtx": nvtx, "trace": trace, "steps": 3})
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patched:
+        patched.setattr(step_tracer, "uses_nvtx", lambda spec, device: spec.nvtx)
+        patched.setattr(torch.cuda.nvtx, "range_push", log.append)
+        patched.setattr(torch.cuda.nvtx, "range_pop", lambda: log.append(""))
+        return train_and_digest(models.ShortText(), spec, "ddp,microbatches=2", folder)[0], log
+
+
+def test_nvtx_ranges(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    marked = ranks(2)(train_with_recorded_nvtx, str(tmp_path / "a"), True, None)
+    both = ranks(2)(train_with_recorded_nvtx, str(tmp_path / "b"), True, "2:2")
+    plain = ranks(2)(train_with_recorded_nvtx, str(tmp_path / "c"), False, None)
+    assert [result for result, _ in marked] == [result for result, _ in plain], "NVTX changes a result"
+    assert all(not log for _, log in plain)
+    assert [log for _, log in both] == [log for _, log in marked]
+    for _, log in marked:
+        depth, paths, names = 0, [], []
+        for name in log:
+            names = [*names, name] if name else names[:-1]
+            depth += 1 if name else -1
+            assert depth >= 0
+            if name:
+                paths.append("/".join(names))
+        assert depth == 0, "each range is closed"
+        for step in (1, 2, 3):
+            for microbatch in (0, 1):
+                inner = f"step {step}/micro-batch {microbatch}"
+                assert {f"{inner}/forward/blocks.0", f"{inner}/forward/blocks.1", f"{inner}/backward"} < {
+                    *paths
+                }
+            assert {f"step {step}/data", f"step {step}/update"} < {*paths}
+    assert read_trace(tmp_path / "b/traces/steps_2-2/all.json.gz").find("step", 1)
+
+
+def test_nvtx_on_a_cpu_is_noted(tmp_path: Path) -> None:
+    started = next(train(Spec(steps=1, nvtx=True), task=models.Points(), device="cpu"))
+    assert (
+        "nvtx has no effect: it applies to CUDA devices, and this training runs on the CPU" in started.notes
+    )
 
 
 def entry(group: str, name: str, number: int, at: int) -> dict[str, Any]:

@@ -235,6 +235,15 @@ def build_request(
             rich_help_panel=RUN,
         ),
     ] = None,
+    nvtx: Annotated[
+        bool | None,
+        Option(
+            "--nvtx/--no-nvtx",
+            help="Mark steps, phases, micro-batches and blocks with NVTX ranges, for Nsight Systems "
+            "[default: --no-nvtx]",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
     device: Annotated[
         str | None, Option(help="Device: cpu or cuda [default: cuda if available]", rich_help_panel=RANKS)
     ] = None,
@@ -277,6 +286,7 @@ def build_request(
         "report": report,
         "monitor": monitor,
         "trace": trace,
+        "nvtx": nvtx,
         "device": device,
         "restarts": restarts,
         "timeout_s": timeout,

@@ -70,6 +70,10 @@ def resume(
         str | None,
         typer.Option(metavar="FIRST:LAST", help="Trace these steps, such as 20:25 [default: as before]"),
     ] = None,
+    nvtx: Annotated[
+        bool | None,
+        typer.Option("--nvtx/--no-nvtx", help="Mark steps and their parts with NVTX [default: as before]"),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Device: cpu or cuda [default: as before]")] = None,
     restarts: Annotated[
         int | None,
@@ -109,6 +113,7 @@ def resume(
         "report": report,
         "monitor": monitor,
         "trace": trace,
+        "nvtx": nvtx,
         "device": device,
         "restarts": restarts,
         "timeout_s": timeout,

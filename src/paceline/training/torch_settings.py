@@ -56,6 +56,11 @@ def set_free_threads(spec: Spec, world: World, run: RunFolder | None, device: to
 
 def ineffective_options(spec: Spec, device: torch.device) -> Sequence[str]:
     """Return a note for each option that has no effect on this device."""
-    if device.type == "cpu" and spec.tf32:
-        return ["tf32 has no effect: it applies to CUDA devices, and this training runs on the CPU"]
-    return []
+    if device.type != "cpu":
+        return []
+    options = {"tf32": spec.tf32, "nvtx": spec.nvtx}
+    return [
+        f"{name} has no effect: it applies to CUDA devices, and this training runs on the CPU"
+        for name, is_set in options.items()
+        if is_set
+    ]

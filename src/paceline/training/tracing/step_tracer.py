@@ -2,9 +2,8 @@
 
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,19 +17,15 @@ from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.errors import PlanError, RunError, SpecError
 from paceline.events import Noted
 from paceline.files import reason
-from paceline.parallel.module_hooks import find_parts
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
-from paceline.task import read_layout
 from paceline.training.profiling.torch_profiler import TorchProfiler
 from paceline.training.setup import PreparedTraining, RankContext
-from paceline.training.step import TrainingStep, ignore_microbatch
-from paceline.training.tracing.block_calls import open_block_ranges
 from paceline.training.tracing.chrome_events import TraceClock, build_events
 from paceline.training.tracing.collectives import find_collectives, find_known_numbers
 from paceline.training.tracing.pipeline_events import make_pipeline_events
 from paceline.training.tracing.profiled_ops import read_profiled_ops
-from paceline.training.tracing.ranges import ACTION, RangeStack, name_action, open_profiler_range
+from paceline.training.tracing.ranges import OpenRange, open_profiler_range
 from paceline.training.tracing.trace_files import (
     ALL,
     describe_failures,
@@ -38,7 +33,7 @@ from paceline.training.tracing.trace_files import (
     rank_file,
     write_rank_trace,
 )
-from paceline.training.update_sequence import UpdateSequence
+from paceline.training.tracing.training_ranges import TrainingRanges, open_nvtx_range
 
 VIEWER = "https://ui.perfetto.dev"
 
@@ -60,32 +55,46 @@ class StepTracer:
         steps = context.spec.trace_steps
         self.steps = range(max(steps.start, first + 1), steps.stop) if context.run is not None else range(0)
         self._open: _OpenTrace | None = None
+        self._openers = [open_nvtx_range] if uses_nvtx(context.spec, context.device) else []
+        self._ranges = self._observe(self._openers)
+
+    def _observe(self, openers: Sequence[OpenRange]) -> TrainingRanges:
+        return TrainingRanges(self.context.task, self.prepared, self.heartbeat, openers)
 
     def begin(self, step: int) -> None:
         """Begin a step, after `step` steps. The first traced step is a collective."""
         if self._open is None and self.steps and step + 1 == self.steps[0]:
-            self._open = _OpenTrace(self.context, self.prepared, self.heartbeat)
-        if self._open is not None:
-            self._open.ranges.begin_step(step + 1)
+            self._open = _OpenTrace(self.context)
+            if self._open.profiler.is_running:
+                self._ranges.end()
+                self._ranges = self._observe([*self._openers, open_profiler_range])
+        self._ranges.begin_step(step + 1)
 
     def end(self, step: int) -> Iterator[Noted]:
         """End a step, the `step`-th. The last traced step is a collective."""
-        if self._open is not None:
-            self._open.ranges.close()
-            if step == self.steps[-1]:
-                yield from self.finish(step)
+        self._ranges.end_step()
+        if self._open is not None and step == self.steps[-1]:
+            yield from self.finish(step)
 
     def finish(self, step: int) -> Iterator[Noted]:
         """Write the trace, if one is open, up to the `step`-th step, and yield where it is. A collective."""
         if self._open is not None:
             trace, self._open = self._open, None
+            self._ranges.end()
             yield Noted(step=step, message=trace.finish(self.steps[0], step))
+            self._ranges = self._observe(self._openers)
 
     def close(self) -> None:
-        """Stop a trace that is not complete when the training fails."""
+        """Stop observing, and stop a trace that is not complete when the training fails."""
+        self._ranges.end()
         if self._open is not None:
             self._open.stop()
             self._open = None
+
+
+def uses_nvtx(spec: Spec, device: torch.device) -> bool:
+    """Return whether the training opens NVTX ranges."""
+    return spec.nvtx and device.type == "cuda"
 
 
 def check_traced_steps(spec: Spec, plan: ResolvedPlan, total: int) -> None:
@@ -106,31 +115,14 @@ def check_traced_steps(spec: Spec, plan: ResolvedPlan, total: int) -> None:
 class _OpenTrace:
     """A trace that is being recorded. Making it and `finish` are collectives."""
 
-    def __init__(self, context: RankContext, prepared: PreparedTraining, heartbeat: HeartbeatWriter):
-        self.context, self.heartbeat = context, heartbeat
+    def __init__(self, context: RankContext):
+        self.context = context
         offset = measure_clock_offset(context.world)
         self.clock = TraceClock(_read_first_clock(context.world), offset.offset_ns, offset.error_ns)
         self.profiler = TorchProfiler(context.device, profile_memory=False)
-        self.ranges = RangeStack(open_profiler_range)
-        self._ends: list[Callable[[], None]] = []
-        if not self.profiler.is_running:
-            return
-        parts = find_parts(prepared.model, read_layout(context.task))
-        self._ends.append(open_block_ranges(parts, open_profiler_range))
-        heartbeat.on_phase = self.ranges.begin_phase
-        for step in _list_steps(prepared):
-            step.on_microbatch = self.ranges.begin_microbatch
-            self._ends.append(partial(setattr, step, "on_microbatch", ignore_microbatch))
-        if (pipeline := prepared.step.pipeline) is not None:
-            pipeline.actions.on_begin = lambda action: open_profiler_range(ACTION, name_action(action))
-            self._ends.append(partial(setattr, pipeline.actions, "on_begin", None))
 
     def stop(self) -> bool:
         """Stop recording, and return whether that was possible."""
-        self.ranges.close()
-        self.heartbeat.on_phase = None
-        while self._ends:
-            self._ends.pop()()
         if self.context.device.type == "cuda":
             torch.cuda.synchronize(self.context.device)
         return self.profiler.stop()
@@ -158,7 +150,6 @@ class _OpenTrace:
     def _stop_for_files(self) -> str | None:
         """Stop recording, and return why no trace can be written, or None."""
         if not self.profiler.is_running:
-            self.stop()
             return "another profiler of torch is active; leave either of them out"
         return None if self.stop() else "a collective of these steps did not end"
 
@@ -203,11 +194,6 @@ def _read_first_clock(world: World) -> int:
     if world.size > 1:
         dist.broadcast_object_list(now, 0)
     return now[0]
-
-
-def _list_steps(prepared: PreparedTraining) -> list[TrainingStep]:
-    update = prepared.update
-    return update.steps if isinstance(update, UpdateSequence) else [prepared.step]
 
 
 def _list_groups() -> dict[str, list[int]]:
