@@ -26,6 +26,7 @@ SMALLEST = {
     "--length 16 --batch 4 --words 2000",
     "global_loss": "--rounds 2",
     "load_folder": "--gigabytes 0.1 --rounds 2",
+    "monitor": "--pairs 2 --block-s 0.2 --seconds 1",
     "pipeline": "--rounds 2",
     "predicted": "digits --ranks 1 --rounds 1 --seconds 0.01 --json kept.json",
     "published": "mine.csv",
