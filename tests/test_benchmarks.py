@@ -30,6 +30,7 @@ SMALLEST = {
     "pipeline": "--rounds 2",
     "predicted": "digits --ranks 1 --rounds 1 --seconds 0.01 --json kept.json",
     "published": "mine.csv",
+    "report": "--steps 3000 --rounds 1",
     "roll_call": "--ranks 2 --times 2",
     "same_training": "--steps 2",
     "save": "--ranks 1 --threads 1 --rounds 2 --steps 1",

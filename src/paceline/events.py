@@ -35,6 +35,7 @@ MAX_TAIL_STEPS = 64  # steps that `tail` parses
 MAX_KINDS = 5  # unknown kinds that a message names
 # How `dumps` begins the line of a step, and the text between two lines: these are found without parsing.
 _HEAD, _STEP, _SEAM = b'{"time": ', b'"event": "step", ', b'}\n{"time": '
+_OTHER_EVENT = re.compile(rb'"event": "(?!step", )')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -520,7 +521,7 @@ class EventReader:
                 yield event, pending
             pending = 0 if event is not None else max(0, pending - 1)  # the next event represents the rest
 
-        for block in self.blocks():
+        for block in self.stretches():
             if every > 1 and not due and (count := is_all_steps(block)):
                 picks = (pending + count) // every
                 begin = 0
@@ -557,6 +558,11 @@ class EventReader:
         with contextlib.suppress(OSError):
             return max(0, self.path.stat().st_size - self.position)
         return 0
+
+    def stretches(self) -> Iterator[bytes]:
+        """Yield blocks of whole lines, each either of steps only or, mostly, a line that is not a step."""
+        for block in self.blocks():
+            yield from split_at_others(block)
 
     def blocks(self) -> Iterator[bytes]:
         """Yield blocks of whole lines, of about BLOCK_BYTES each; `position` is then the end of the block.
@@ -621,6 +627,21 @@ def is_all_steps(block: bytes) -> int:
         and block.endswith(b"}\n")
     )
     return count if is_whole and block.isascii() and 0 not in block else 0
+
+
+def split_at_others(block: bytes) -> list[bytes]:
+    """Return the parts of a block of whole lines: lines that name other events than steps, and the rest."""
+    if is_all_steps(block):
+        return [block]
+    parts, begin = [], 0
+    for match in _OTHER_EVENT.finditer(block):
+        if match.start() < begin:  # in the same line
+            continue
+        line = block.rfind(b"\n", begin, match.start()) + 1 or begin
+        parts += [block[begin:line]] if line > begin else []
+        begin = block.find(b"\n", match.end()) + 1
+        parts.append(block[line:begin])
+    return [*parts, block[begin:]] if begin < len(block) else parts
 
 
 def read(path: Path, position: int = 0) -> Iterator[Event]:

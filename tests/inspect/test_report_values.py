@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,11 +14,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from mounts import mount_tmpfs
 from paceline import cli
+from paceline.inspect.conclude import conclude
 from paceline.inspect.report import write
 from paceline.inspect.report.write import Report
 from paceline.report import curves
 from paceline.report.run_view import view
+from paceline.run import RunFolder
 from run_lines import folder, make_history, started, step
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -289,3 +293,67 @@ def test_bad_input_is_one_sentence(words, sentence, tmp_path, monkeypatch, capsy
     assert (status, text.count("\n")) == (2, 1), text
     assert text.startswith(f"paceline: {sentence}")
     assert Path("file").read_text() == "mine"
+
+
+def test_a_full_disk_is_one_sentence_and_a_note(tmp_path, monkeypatch, capsys):
+    run = folder(tmp_path / "r", build_lines(500))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with mount_tmpfs(disk, "size=64k"):
+        status, text = command(monkeypatch, capsys, run.path, "-o", disk / "r.html")
+        assert (status, text) == (2, f"paceline: cannot write {disk}/r.html: No space left on device\n")
+        assert list(disk.iterdir()) == []
+        status, text = command(monkeypatch, capsys, run.path, "--figures", disk / "f")
+        assert (status, text.count("\n"), "No space left on device" in text) == (2, 1, True), text
+        (disk / "f").rename(disk / "r")
+        for name in ("events.jsonl", "spec.toml"):
+            (disk / "r" / name).symlink_to(run.path / name)
+        assert "No space left on device" in "\n".join(conclude(RunFolder(disk / "r")))
+
+
+# Long runs
+
+PEAK = """
+import re
+from pathlib import Path
+from paceline.cli import main
+try:
+    main()
+finally:
+    print("peak", 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_report_of_a_million_steps_is_small_and_exact(tmp_path):
+    draw = random.Random(1)
+    run = folder(tmp_path / "r", [started(0, 1.7e9)])
+    losses = [draw.random() + 100 / n for n in range(1, 10**6 + 1)]
+    losses[654_320] = 1e4  # a spike of one step
+    rest = '"grad_norm": 0.5, "lr": 0.1, "step_s": 0.05, "data_s": 0.01, "samples_per_s": 160.0'
+    with open(run.events, "a") as file:
+        for n, loss in enumerate(losses, 1):
+            at = 1.7e9 + n / 20
+            head = f'{{"time": {at}, "event": "step", "step": {n}, "samples": {8 * n}, "loss": {loss!r}'
+            file.write(f"{head}, {rest}}}\n")
+    output = tmp_path / "r.html"
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, "report", str(run.path), "-o", str(output)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split("peak ")[1]) < 300e6
+    assert output.stat().st_size < 2e6
+    page = Page(output.read_text())
+    x = page.data["axes"]["curves0"]["step"]
+    assert x[-1] == 10**6
+    line = page.data["figures"][0]["lines"][0]
+    for (before, last), low, high, mean in zip(
+        itertools.pairwise([0, *x]), line["low"], line["high"], line["mean"], strict=True
+    ):
+        values = losses[before:last]
+        expected = (min(values), max(values), sum(values) / len(values))
+        assert (low, high, mean) == pytest.approx(expected, rel=1e-6)
+    assert max(line["high"]) == 1e4

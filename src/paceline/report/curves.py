@@ -134,6 +134,11 @@ class StepCurves:
         own = (self.positions, self.firsts, self.steps, self.counts, self.samples)
         return (*own, self.times, self.elapsed, self.begins)
 
+    def expect_steps(self, count: int) -> None:
+        """Begin with wider buckets, if there are at least that many steps: fewer of them are merged later."""
+        while self.width * 2 * MAX_BUCKETS <= count:
+            self.width *= 2
+
     def find_not_finite(self, name: str) -> tuple[int, int, int] | None:
         """Return how many steps have no finite value, and the first and last step of their first bucket.
 

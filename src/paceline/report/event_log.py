@@ -56,7 +56,7 @@ class EvaluationCurves:
                 part[:] = part[1::2] + part[len(part) - single :]
             for column in self.columns.values():
                 column.halve()
-            self._count = self._count if single else 2 * self._width
+            self._count = self._count if single else self._width + self._count
             self._width *= 2
 
     def cut(self, step: int) -> None:

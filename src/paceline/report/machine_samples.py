@@ -4,6 +4,7 @@ import bisect
 import contextlib
 import math
 from array import array
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,11 @@ class NodeSamples:
                 self.totals |= {name: finite[-1]} if finite else {}
         starts = set(samples.sections)
         counters = {name: values for name, values in samples.columns.items() if _is_energy(name)}
+        energy = []
         for at, time in enumerate(samples.time):
-            row = {name: values[at] for name, values in counters.items()}
-            self._add_energy(time, row, at in starts)
-            self._add_row(time, {name: samples.columns[name][at] for name in self.columns if name in samples})
+            self._add_energy(time, {name: values[at] for name, values in counters.items()}, at in starts)
+            energy.append(self._energy)
+        self._add_samples(samples, energy)
 
     def _add_energy(self, time: float, row: dict[str, float], is_first: bool) -> None:
         """Add the energy since the previous sample: of counters, or else power by time."""
@@ -122,27 +124,35 @@ class NodeSamples:
                     self.has_energy = True
         self._before = row | {"time": time}
 
-    def _add_row(self, time: float, row: dict[str, float]) -> None:
-        if self.times and self._count < self._width:
-            self._count += 1
-            self.times[-1], self.energy_J[-1] = max(self.times[-1], time), self._energy
+    def _add_samples(self, samples: SampleTable, energy: list[float]) -> None:
+        times = [*accumulate(samples.time, max, initial=self.times[-1] if self.times else -math.inf)][1:]
+        begin = 0
+        while begin < len(times):
+            is_new = not self.times or self._count == self._width
+            end = min(len(times), begin + self._width - (0 if is_new else self._count))
+            if is_new:
+                self.times.append(0.0)
+                self.energy_J.append(0.0)
+                self._count = 0
+            self.times[-1], self.energy_J[-1] = times[end - 1], energy[end - 1]
+            self._count += end - begin
             for name, column in self.columns.items():
-                column.merge_into_last((row.get(name, math.nan),))
-            return
-        self.times.append(max(time, self.times[-1]) if self.times else time)
-        self.energy_J.append(self._energy)
-        self._count = 1
-        for name, column in self.columns.items():
-            column.append((row.get(name, math.nan),))
-        if len(self.times) > MAX_SAMPLES:
-            single = len(self.times) % 2
-            parts: tuple[array[Any], ...] = (self.times, self.energy_J)
-            for part in parts:
-                part[:] = part[1::2] + part[len(part) - single :]
-            for column in self.columns.values():
-                column.halve()
-            self._count = self._count if single else 2 * self._width
-            self._width *= 2
+                values = samples.columns[name][begin:end] if name in samples else (math.nan,)
+                (column.append if is_new else column.merge_into_last)(values)
+            begin = end
+            if len(self.times) > MAX_SAMPLES:
+                self._halve()
+
+    def _halve(self) -> None:
+        """Merge each two neighbouring buckets."""
+        single = len(self.times) % 2
+        parts: tuple[array[Any], ...] = (self.times, self.energy_J)
+        for part in parts:
+            part[:] = part[1::2] + part[len(part) - single :]
+        for column in self.columns.values():
+            column.halve()
+        self._count = self._count if single else self._width + self._count
+        self._width *= 2
 
     def find_energy_J(self, time: float) -> float:
         """Return the energy used until a time."""

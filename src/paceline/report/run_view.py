@@ -233,6 +233,8 @@ class CurveReader:
         with contextlib.suppress(FileNotFoundError):
             if self.run.events.stat().st_size < self._reader.position:  # another file replaced it
                 self._start()
+        if not len(self.curves):
+            self.curves.expect_steps(self._estimate_lines() // 2)
         for item in read_batches(self._reader):
             if isinstance(item, tuple):
                 self.curves.start(item[1], item[0])
@@ -242,6 +244,12 @@ class CurveReader:
             self.curves, self.run.events, self._reader.position
         ):
             self._copied = self._reader.position
+
+    def _estimate_lines(self) -> int:
+        with contextlib.suppress(OSError), open(self.run.events, "rb") as file:
+            begin = file.read(2**16)
+            return self.run.events.stat().st_size * begin.count(b"\n") // max(1, len(begin))
+        return 0
 
     def _reread(self, begin: int, end: int) -> Iterator[tuple[int, Started] | StepBatch]:
         return read_batches(EventReader(self.run.events, begin), end)

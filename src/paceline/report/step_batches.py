@@ -5,10 +5,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from operator import itemgetter, le
+from operator import add, itemgetter, le
 from typing import Any
 
-from paceline.events import MAX_TIME, Event, EventReader, Started, Step, is_all_steps, is_step
+from paceline.events import (
+    MAX_TIME,
+    Event,
+    EventReader,
+    Started,
+    Step,
+    is_all_steps,
+    is_step,
+    split_at_others,
+)
 from paceline.units import without_controls
 
 QUANTITIES = ("loss", "grad_norm", "lr", "step_s", "data_s", "samples_per_s")
@@ -51,24 +60,31 @@ def read_batches(reader: EventReader, end: int | None = None) -> Iterator[tuple[
         position = reader.position - len(block)
         if end is not None:
             block = block[: max(0, end - position)]
-        lines = block.split(b"\n")[:-1]
-        positions = [*accumulate((len(line) + 1 for line in lines), initial=position)][:-1]
-        if is_all_steps(block):
-            yield from _parse_steps(reader, lines, positions)
-        else:
-            begin = 0
-            for at, line in enumerate([*lines, b""]):
-                if at < len(lines) and is_step(line):
-                    continue
-                yield from _parse_steps(reader, lines[begin:at], positions[begin:at])
-                begin = at + 1
-                event = reader.skipped.parse(line) if at < len(lines) else None
-                if isinstance(event, Started):
-                    yield positions[at], event
-                elif isinstance(event, Step):  # in the format of another program
-                    yield _collect([(positions[at], event)])
+        for part in split_at_others(block):
+            yield from _read_part(reader, part, position)
+            position += len(part)
         if end is not None and reader.position >= end:
             return
+
+
+def _read_part(reader: EventReader, part: bytes, position: int) -> Iterator[tuple[int, Started] | StepBatch]:
+    """Yield what the lines of a part of a block contain, which begins at a position."""
+    lines = part.split(b"\n")[:-1]
+    positions = [*map(add, accumulate(map(len, lines[:-1]), initial=position), range(len(lines)))]
+    if is_all_steps(part):
+        yield from _parse_steps(reader, lines, positions)
+        return
+    begin = 0
+    for at, line in enumerate([*lines, b""]):
+        if at < len(lines) and is_step(line):
+            continue
+        yield from _parse_steps(reader, lines[begin:at], positions[begin:at])
+        begin = at + 1
+        event = reader.skipped.parse(line) if at < len(lines) else None
+        if isinstance(event, Started):
+            yield positions[at], event
+        elif isinstance(event, Step):  # in the format of another program
+            yield _collect([(positions[at], event)])
 
 
 def _parse_steps(reader: EventReader, lines: list[bytes], positions: list[int]) -> Iterator[StepBatch]:
@@ -95,7 +111,7 @@ def _parse_steps(reader: EventReader, lines: list[bytes], positions: list[int]) 
 def _parse_at_once(lines: list[bytes], positions: list[int]) -> StepBatch | None:
     """Return the steps of lines, or None unless every line certainly is a valid step."""
     try:
-        found: list[dict[str, Any]] = json.loads(b"[" + b",".join(lines) + b"]")
+        found: list[dict[str, Any]] = json.loads((b"[" + b",".join(lines) + b"]").decode("ascii"))
         if len(found) != len(lines):
             return None
         times, kinds, steps, samples, *values = zip(*map(_PICK, found), strict=True)
@@ -108,8 +124,10 @@ def _parse_at_once(lines: list[bytes], positions: list[int]) -> StepBatch | None
         set(kinds) != {"step"}
         or any(set(map(type, column)) - {float} for column in (times, *values))
         or any(set(map(type, column)) - {int} for column in (steps, samples))
-        or not all(0 <= time < MAX_TIME for time in times)
-        or max(map(abs, (*steps, *samples))) >= 2**63
+        or not math.isfinite(sum(times))
+        or not 0 <= min(times) <= max(times) < MAX_TIME
+        or max(*steps, *samples) >= 2**63
+        or min(*steps, *samples) <= -(2**63)
     ):
         return None
     named = [step.get("losses") for step in found]
