@@ -12,7 +12,7 @@ test: install lint  ## the test suite, without the long sweeps
 	$(BIN)/pytest $(SIDE_BY_SIDE)
 
 test-fast: install lint  ## the tests that start no training processes and no other programs
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not (slow or processes or slurm or mpi or ray or network or browser or docs)"
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not (slow or processes or slurm or mpi or ray or network or browser or ssh or docs)"
 
 test-all: install lint  ## with the long sweeps
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m ""
@@ -44,7 +44,7 @@ install: .venv/installed
 	$(PIP) .
 	touch $@
 
-# What tests and linters need besides. Open MPI, MPICH, iproute2, tmux, slurm-wlm, munge and chromium are for tests only; where they cannot
+# What tests and linters need besides. Open MPI, MPICH, iproute2, tmux, slurm-wlm, munge, chromium and openssh are for tests only; where they cannot
 # be installed, their tests say so and are left out.
 .venv/installed: .venv/paceline
 	@echo "Installing what tests and linters need into .venv: about 0.3 GB to download."

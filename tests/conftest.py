@@ -43,12 +43,18 @@ def _without_browser() -> str | None:
     return None if find_chromium() else "Chromium is not installed: apt-get install chromium"
 
 
+def _without_sshd() -> str | None:
+    has_both = shutil.which("ssh") and Path("/usr/sbin/sshd").exists()
+    return None if has_both else "sshd is not installed: apt-get install openssh-server"
+
+
 # By mark: a function that returns why such a test cannot run on this machine, or None.
 REQUIREMENTS: dict[str, Callable[..., str | None]] = {
     "slurm": slurm.find_missing_requirement,
     "mpi": _without_mpi,
     "ray": _without_ray,
     "browser": _without_browser,
+    "ssh": _without_sshd,
     "network": network.find_missing_requirement,
 }
 

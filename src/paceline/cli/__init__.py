@@ -60,7 +60,7 @@ PANELS = {
         "profile": "Show where the time and memory of a run went, next to the predicted values.",
         "diff": "Name the first step and tensor in which two runs differ.",
         "replay": "Repeat one step of a run on one process.",
-        "doctor": "Find out whether a run is stalled, and which rank it waits for.",
+        "doctor": "Find out whether a run is stalled, which rank it waits for, and what makes it slow.",
     },
     "Internal": {
         "rank": "Train as one rank of a run.",
