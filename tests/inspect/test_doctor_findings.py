@@ -3,12 +3,15 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from command import TASK, paceline, set_sample_delay, succeed, write_task
+from paceline.cli.doctor import _add_free_space
+from paceline.cluster.directories import list_mounts
 from paceline.inspect import find
 from paceline.inspect.conclude import conclude
 from paceline.inspect.facts import RunFacts
@@ -103,6 +106,26 @@ def test_a_prediction_is_compared_on_request(tmp_path: Path) -> None:
         "computing compared with the device", "waited for a core"
     )
     assert "waited for a core" in reason, reason
+
+
+def test_the_quota_limits_the_space_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool named quota answers as that of a file system does: 90 of 100 blocks of 1 KiB are used."""
+    device = next(mount.device for mount in list_mounts() if mount.point == "/")
+    (tmp_path / "quota").write_text(
+        "#!/bin/sh\necho 'Disk quotas for user me (uid 1000):'\n"
+        "echo '     Filesystem  blocks   quota   limit   grace   files   quota   limit   grace'\n"
+        f"echo '{device} 90 100 100 3 0 0'\n"
+    )
+    (tmp_path / "quota").chmod(0o755)
+    facts = RunFacts(path=tmp_path, disk_free_bytes=10**12)
+    before = _add_free_space(facts).disk_free_bytes
+    assert before is not None
+    assert before > 10 * 2**10
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    on_root = replace(facts, path=Path("/"))
+    assert _add_free_space(on_root).disk_free_bytes == 10 * 2**10
+    (tmp_path / "quota").write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
+    assert _add_free_space(on_root).notes[0].startswith("the quota was not checked: quota")
 
 
 def test_a_prediction_needs_a_profile(run: Path) -> None:

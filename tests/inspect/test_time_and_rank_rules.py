@@ -60,8 +60,15 @@ def test_input_of_a_training_that_waits_for_cores() -> None:
     steps = make_steps(step_s=0.03, data_s=waits)
     assert sentences("slow-input", make_facts(steps=steps, beats=busy)) == []
     assert len(sentences("slow-input", make_facts(steps=steps, beats=free))) == 1
-    always = make_facts(steps=make_steps(step_s=0.05, data_s=0.03), beats=busy)
-    assert len(sentences("slow-input", always)) == 1
+    always = make_steps(step_s=0.05, data_s=0.03)
+    assert len(sentences("slow-input", make_facts(steps=always, beats=busy))) == 1
+    # Workers lose their cores, too: the training waits for 60 % of the time, and had no core for 18 or 40 %.
+    workers = Spec(data=Loading(workers=2))
+    for wait_s, count in ((0.9, 1), (2.0, 0)):
+        beats = make_beats(
+            {"data": 0.03, "forward": 0.02}, {"data": 0.03, "forward": 0.02}, core_wait_s=wait_s
+        )
+        assert len(sentences("slow-input", make_facts(steps=always, beats=beats, spec=workers))) == count
 
 
 def test_ranks_of_one_machine_that_wait_for_cores_are_no_stragglers() -> None:

@@ -61,6 +61,8 @@ def doctor(
     check_outputs(json, None)
     diagnosis = examine(folder)
     facts = read_facts(folder)
+    if facts.is_running:
+        facts = _add_free_space(facts)
     found = find(_add_prediction(folder, facts) if predict else facts)
     if json is not None:
         _write(json, diagnosis, found)
@@ -71,6 +73,19 @@ def doctor(
     print_parts(f"{run}: {format_sentence(diagnosis)}", *format_details(diagnosis), *format_findings(found))
     if diagnosis.verdict == "stuck":
         raise typer.Exit(1)
+
+
+def _add_free_space(facts: "RunFacts") -> "RunFacts":
+    """Return the facts with the space that file system and quota leave to a run."""
+    from dataclasses import replace
+
+    from paceline.bench.storage.suite import read_free_space
+    from paceline.errors import ClusterError
+
+    try:
+        return replace(facts, disk_free_bytes=read_free_space(facts.path)["free_bytes"])
+    except (ClusterError, OSError) as error:
+        return replace(facts, notes=(*facts.notes, f"the quota was not checked: {error}"))
 
 
 def _add_prediction(folder: RunFolder, facts: "RunFacts") -> "RunFacts":

@@ -54,7 +54,7 @@ class RunFacts:
     remaining_s   expected seconds until the end of the training; 0 if it has ended; None if unknown
     beats         the last heartbeat of each rank
     siblings      comparable runs in the same folder
-    disk_free_bytes  free space where the run is; None if the run is over
+    disk_free_bytes  free space of the disk of a running run, and of the quota if doctor asked for it
     notes         sentences about data that could not be read
     plan          the plan for the number of ranks
     facts         numbers about the machine and the model, as `Started.facts` describes them

@@ -178,7 +178,7 @@ def check_disk(facts: RunFacts) -> Outcome:
     if save_MiB and free_MiB < SPARE_SAVES * save_MiB:
         return [
             Evidence(
-                f"the disk of the run has {format_bytes(free_MiB * MiB)} left, less than {SPARE_SAVES} "
+                f"disk or quota of the run have {format_bytes(free_MiB * MiB)} left, less than {SPARE_SAVES} "
                 f"checkpoints of {format_bytes(save_MiB * MiB)}",
                 {"free_MiB": free_MiB, "checkpoint_MiB": save_MiB},
                 None,

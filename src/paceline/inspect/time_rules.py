@@ -12,6 +12,7 @@ from paceline.units import format_seconds, several
 MIN_STEPS = 20  # after the warm-up; the shares of fewer steps vary too much
 MIN_WARM_S = 0.5  # of these steps; in less time, a single pause of the machine is a large share
 INPUT_SHARE, INPUT_WAIT_S = 0.2, 4e-3  # collating a small batch in Python takes a millisecond or two
+WORKERS_CONTENTION = 2.0  # times the share of the time without a core, which workers may cost besides
 STALLS = 0.02  # of the steps: the longest waits are left out, which may be single stalls of a file system
 SPARE = 1.1  # readers that are faster than the training by this factor keep it busy
 MAX_WORKERS = 1024  # as in spec.Loading
@@ -47,19 +48,11 @@ def check_input(facts: RunFacts) -> Outcome:
     workers = facts.spec.data.workers if facts.spec is not None else None
     if workers is None:
         workers = _count_default_workers(facts)
-    contention = measure_contention(facts)
-    if contention is not None and contention > CONTENTION_SHARE:
-        # A rank that loses its core while it reads seems to wait, in some of the steps.
-        if workers:
-            return Missing(f"the training waited for a core for {contention:.0%} of the time")
-        data_s = statistics.median(point.data_s for point in facts.warm) * max(0.1, 1 - contention)
-        step_s = statistics.median(point.step_s for point in facts.warm) * max(0.1, 1 - contention)
-    else:
-        warm = _without_stalls(facts.warm)
-        count = sum(point.num_steps for point in warm)
-        data_s = weighted_sum(warm, [point.data_s for point in warm]) / count
-        step_s = weighted_sum(warm, [point.step_s for point in warm]) / count
-    if not step_s or data_s / step_s < INPUT_SHARE or data_s < INPUT_WAIT_S:
+    contention = measure_contention(facts) or 0.0
+    data_s, step_s = _measure_input(facts, workers, contention)
+    # Workers wait for cores, too, and then the training waits for them.
+    limit = INPUT_SHARE + (WORKERS_CONTENTION * contention if workers else 0.0)
+    if not step_s or data_s / step_s < limit or data_s < INPUT_WAIT_S:
         return []
     share = data_s / step_s
     values = {"data_s": data_s, "step_s": step_s, "share": share}
@@ -81,6 +74,23 @@ def check_input(facts: RunFacts) -> Outcome:
     return [Evidence(sentence, values, share, f"{facts.again} --workers {needed}")]
 
 
+def _measure_input(facts: RunFacts, workers: int, contention: float) -> tuple[float, float]:
+    """Return the seconds of waiting for input, and of the whole step."""
+    if not workers and contention > CONTENTION_SHARE:
+        # A rank that loses its core while it reads seems to wait, in some of the steps.
+        points, own = facts.warm, max(0.1, 1 - contention)
+        return (
+            statistics.median(point.data_s for point in points) * own,
+            statistics.median(point.step_s for point in points) * own,
+        )
+    points = _without_stalls(facts.warm)
+    count = sum(point.num_steps for point in points)
+    return (
+        weighted_sum(points, [point.data_s for point in points]) / count,
+        weighted_sum(points, [point.step_s for point in points]) / count,
+    )
+
+
 def _count_default_workers(facts: RunFacts) -> int:
     """Return the workers of a rank by default: none without a GPU, else spare cores, at most 4."""
     cores, ranks = facts.facts.get("cores"), facts.facts.get("local_ranks", 1.0)
@@ -89,9 +99,9 @@ def _count_default_workers(facts: RunFacts) -> int:
     return int(min(4, max(0, cores // ranks - 1)))
 
 
-def _without_stalls(points: tuple[StepPoint, ...]) -> list[StepPoint]:
+def _without_stalls(points: tuple[StepPoint, ...]) -> tuple[StepPoint, ...]:
     ordered = sorted(points, key=lambda point: point.data_s)
-    return ordered[: len(ordered) - max(1, round(STALLS * len(ordered)))]
+    return tuple(ordered[: len(ordered) - max(1, round(STALLS * len(ordered)))])
 
 
 def check_evaluations(facts: RunFacts) -> Outcome:
