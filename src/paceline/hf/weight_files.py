@@ -1,10 +1,13 @@
 """Files of weights in safetensors format: one file, or several files that an index lists."""
 
 import json
+import os
+import weakref
 from pathlib import Path
 
 from paceline.errors import TaskError
 
+HEADER_SIZE_BYTES = 8  # of the number at the begin of a file
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -47,3 +50,39 @@ def find_weight_files(path: Path) -> list[tuple[Path, set[str] | None]]:
             "download the weights again"
         )
     return [(path.parent / file, keys) for file, keys in sorted(by_file.items())]
+
+
+class TensorBytes:
+    """The bytes of the tensors of a safetensors file, which are read without mapping the file.
+
+    A mapped page counts as memory of the process that reads it, and is mapped one by one.
+
+    path: a file that safetensors has opened, so that its header is right.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        size = int.from_bytes(os.pread(self._descriptor, HEADER_SIZE_BYTES, 0), "little")
+        self._header = json.loads(os.pread(self._descriptor, size, HEADER_SIZE_BYTES))
+        self._begin = HEADER_SIZE_BYTES + size
+
+    def dtype(self, name: str) -> str:
+        """Return the name of a dtype in the format, such as BF16."""
+        return str(self._header[name]["dtype"])
+
+    def read_into(self, memory: memoryview, name: str, offset: int) -> None:
+        """Fill `memory` with bytes of a tensor, from `offset` on. Raises TaskError."""
+        begin = self._begin + int(self._header[name]["data_offsets"][0]) + offset
+        filled = 0
+        while filled < len(memory):
+            try:
+                count = os.preadv(self._descriptor, [memory[filled:]], begin + filled)
+            except OSError as error:
+                raise TaskError(
+                    f"cannot read the pretrained weights {self.path}: {error.strerror}"
+                ) from error
+            if not count:
+                raise TaskError(f"{self.path} ends within {name}; download the weights again")
+            filled += count

@@ -197,7 +197,7 @@ def fill_(
                 continue
             is_pretrained = pretrained is not None and name in pretrained.tensors
             if pretrained is not None and is_pretrained and is_dtensor(tensor):
-                local_tensor(tensor).copy_(pretrained.read_shard(name, tensor))
+                pretrained.fill_shard_(name, tensor)
                 continue
             whole = pretrained.read(name) if pretrained is not None and is_pretrained else weights.draw(name)
             if is_dtensor(tensor):

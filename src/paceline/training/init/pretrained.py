@@ -1,5 +1,6 @@
 """Pretrained weights from safetensors files."""
 
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,24 @@ from torch import Tensor, nn
 
 from paceline.distributed.dtensor import local_tensor
 from paceline.errors import TaskError
-from paceline.hf.weight_files import find_weight_files
+from paceline.hf.weight_files import TensorBytes, find_weight_files
 from paceline.spec import suggest
 from paceline.task import PretrainedSource, PretrainedTensor
 from paceline.training.init.named_tensors import find_aliases, named_tensors
 
 MAX_NAMES = 3  # tensors that a note names
+DTYPES = {  # by their names in safetensors
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 def find_pretrained_names(source: Path | PretrainedSource | None, model: nn.Module) -> frozenset[str]:
@@ -37,6 +50,7 @@ class PretrainedWeights:
 
     def __init__(self, source: Path | PretrainedSource, model: nn.Module):
         self._files: dict[str, Any] = {}  # name of a tensor -> its open file
+        self._bytes: dict[Path, TensorBytes] = {}  # of files that were read without mapping them
         path = source if isinstance(source, Path) else source.path
         for file, names in find_weight_files(path):
             opened = _open(file)
@@ -98,26 +112,50 @@ class PretrainedWeights:
         values = [self._files[key][1].get_tensor(key) for key in tensor.keys]
         return values[0] if tensor.combine is None else tensor.combine(values)
 
-    def read_shard(self, name: str, like: Any) -> Tensor:
-        """Return the part of a tensor that this rank holds of the DTensor `like`, on the CPU.
+    def fill_shard_(self, name: str, tensor: Any) -> None:
+        """Write the part of a tensor that this rank holds of a DTensor.
 
-        Only this part is read from the file, if it is a block of the tensor in the file.
+        Only this part is read from the file, if it is a block of the tensor in the file. Consecutive rows are
+        read into the memory of the DTensor.
         """
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        tensor = self.tensors[name]
-        is_block = all(type(placement) in (Shard, Replicate) for placement in like.placements)
-        if tensor.combine is not None or not is_block:
-            whole = self.read(name).to(like.device)
-            distributed = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-            return local_tensor(distributed)
-        shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+        stored, local = self.tensors[name], local_tensor(tensor)
+        is_block = all(type(placement) in (Shard, Replicate) for placement in tensor.placements)
+        if stored.combine is not None or not is_block:
+            whole = self.read(name).to(tensor.device)
+            distributed = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            local.copy_(local_tensor(distributed))
+            return
+        shape, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
         if not all(shape):
-            return torch.empty(shape, dtype=like.dtype)
-        [key] = tensor.keys
+            return
+        [key] = stored.keys
+        is_consecutive = tuple(shape[1:]) == tuple(tensor.shape[1:]) and tuple(shape) == tuple(local.shape)
+        first = offset[0] * math.prod(shape[1:]) if offset else 0
+        if is_consecutive and self._read_consecutive(key, local, first):
+            return
         block = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-        return self._files[key][1].get_slice(key)[block]
+        local.copy_(self._files[key][1].get_slice(key)[block])
+
+    def _read_consecutive(self, key: str, target: Tensor, first: int) -> bool:
+        """Read elements of a tensor of a file from `first` on into `target`, if it can hold their bytes.
+
+        Return whether it can.
+        """
+        file, _ = self._files[key]
+        if file not in self._bytes:
+            self._bytes[file] = TensorBytes(file)
+        stored = self._bytes[file]
+        is_same = DTYPES.get(stored.dtype(key)) == target.dtype
+        if not is_same or target.device.type != "cpu" or not target.is_contiguous():
+            return False
+        memory: Any = target.detach().view(-1).view(torch.uint8).numpy()
+        stored.read_into(memoryview(memory), key, first * target.element_size())
+        return True
 
 
 def _abbreviate(names: Collection[str]) -> str:
