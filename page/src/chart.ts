@@ -15,6 +15,22 @@ export interface Line {
   fill?: string;
   dash?: number[];
   isUnlabelled?: boolean;
+  isJoined?: boolean; // its points lie between those of other lines
+}
+
+/** Put lines with points of their own over one x. */
+export function align(parts: { x: number[]; line: Line }[]): { x: number[]; lines: Line[] } {
+  if (parts.length === 1) return { x: parts[0]!.x, lines: [parts[0]!.line] };
+  const x = [...new Set(parts.flatMap((part) => part.x))].sort((a, b) => a - b);
+  const places = new Map(x.map((value, at) => [value, at]));
+  const spread = (from: number[], values?: Values): Values | undefined => {
+    if (!values) return undefined;
+    const wide: Values = new Array<number | null>(x.length).fill(null);
+    from.forEach((value, at) => (wide[places.get(value)!] = values[at] ?? null));
+    return wide;
+  };
+  const lines = parts.map(({ x: own, line }) => ({ ...line, y: spread(own, line.y)!, low: spread(own, line.low), high: spread(own, line.high), isJoined: true }));
+  return { x, lines };
 }
 
 export interface ChartOptions {
@@ -95,10 +111,10 @@ export class Chart {
     const series: uPlot.Series[] = [{}];
     const bands: uPlot.Band[] = [];
     for (const line of this.lines) {
-      series.push({ label: line.name, stroke: line.colour, width: 1.5, fill: line.fill, dash: line.dash, points: { show: this.x.length < 3 } });
+      series.push({ label: line.name, stroke: line.colour, width: 1.5, fill: line.fill, dash: line.dash, points: { show: this.x.length < 3 }, spanGaps: line.isJoined });
       if (line.low && line.high) {
         const at = series.length;
-        for (const _ of [line.low, line.high]) series.push({ stroke: "transparent", width: 0, points: { show: false } });
+        for (const _ of [line.low, line.high]) series.push({ stroke: "transparent", width: 0, points: { show: false }, spanGaps: line.isJoined });
         bands.push({ series: [at + 1, at], fill: fade(line.colour) });
       }
     }

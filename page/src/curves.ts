@@ -1,7 +1,8 @@
 // Loss, metrics and the other curves, on one axis with one cursor and one zoom.
 
-import { Chart, type Values } from "./chart";
+import { Chart, align, type Line, type Values } from "./chart";
 import { h, theme } from "./dom";
+import { lineColour } from "./machine";
 import { AXES, count, describe } from "./format";
 import { Panel } from "./panel";
 import type { Curves, Store, Table } from "./store";
@@ -131,9 +132,22 @@ export class CurvePanels {
     const signs = isLoss && curves.marks.length ? "◆ save ▲ restart ✕ failure ■ stall" : "";
     const spread = table.low?.some((low, at) => low !== table.high?.[at]) ? "band is min–max" : "";
     panel.describe([now, unit, spread, signs].filter((part) => part).join("; "));
-    const line = { name: key, colour: theme("acc"), y: table.mean as Values, low: table.low as Values, high: table.high as Values };
+    const compared = this.store.panels.comparison?.runs ?? [];
+    const own: Line = {
+      name: this.store.panels.header?.name ?? "",
+      colour: theme("acc"),
+      y: table.mean as Values,
+      low: table.low as Values,
+      high: table.high as Values,
+    };
+    const parts = [{ x: table.x as number[], line: own }];
+    compared.forEach((run, at) => {
+      const other = this.store.tables[`other:${at}:${key}`];
+      if (other?.x?.length) parts.push({ x: other.x as number[], line: { name: run.name, colour: lineColour(at + 1), y: other.mean as Values } });
+    });
+    const { x, lines } = align(parts);
     const marks = isLoss || key.startsWith("metric:") ? curves.marks : [];
-    chart.update(table.x as number[], [line], isLoss ? marks : [], this.range, this.isLog && (isLoss || key.startsWith("step:losses/")));
+    chart.update(x, lines, isLoss ? marks : [], this.range, this.isLog && (isLoss || key.startsWith("step:losses/")));
   }
 
   /** The controls above the curves. */

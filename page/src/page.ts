@@ -5,6 +5,7 @@ import "./page.css";
 import { CurvePanels } from "./curves";
 import { h, show } from "./dom";
 import { age, clock, count, date, energy, number, percent, short } from "./format";
+import { ComparePanels } from "./compare";
 import { FindingsPanel } from "./findings";
 import { MachinePanels } from "./machine";
 import { RankMapPanel } from "./map";
@@ -31,6 +32,7 @@ class Page {
   private readonly curves = new CurvePanels(this.store, (path, query) => this.link(path, query), () => this.layOut());
   private readonly machine = new MachinePanels(this.store, (node) => this.go({ node }));
   private readonly map = new RankMapPanel(this.store, (path, query) => this.link(path, query), (map) => this.go({ map }));
+  private readonly compare = new ComparePanels(this.store);
   private stream: EventSource | null = null;
   private isConnected = true;
   private run = "";
@@ -38,6 +40,7 @@ class Page {
   private filter = "";
   private node = "";
   private mapTitle = "";
+  private others: string[] = [];
   private isFrameDue = false;
   private changed = new Set<string>();
 
@@ -67,19 +70,21 @@ class Page {
     this.filter = query.get("filter") ?? "";
     this.node = query.get("node") ?? "";
     this.mapTitle = query.get("map") ?? "";
+    this.others = (query.get("with") ?? "").split(",").filter((id) => id && id !== run);
     this.connect();
     this.layOut();
+    this.showRuns();
   }
 
   private go(change: Record<string, string>): void {
-    const query = new URLSearchParams({ run: this.run, axis: this.axis, filter: this.filter, node: this.node, map: this.mapTitle, ...change });
+    const query = new URLSearchParams({ run: this.run, axis: this.axis, filter: this.filter, node: this.node, map: this.mapTitle, with: this.others.join(","), ...change });
     for (const [name, value] of [...query]) if (!value || (name === "axis" && value === "step")) query.delete(name);
     location.hash = query.toString();
   }
 
   private connect(): void {
     this.stream?.close();
-    const query: Record<string, string> = { axis: this.axis, filter: this.filter, node: this.node, map: this.mapTitle };
+    const query: Record<string, string> = { axis: this.axis, filter: this.filter, node: this.node, map: this.mapTitle, with: this.others.join(",") };
     if (this.run) query.run = this.run;
     this.stream = new EventSource(`stream?${new URLSearchParams(query)}`);
     this.stream.onopen = () => this.setConnected(true);
@@ -111,11 +116,12 @@ class Page {
     this.isFrameDue = false;
     const changed = this.changed;
     this.changed = new Set();
-    if (isAll || changed.has("curves") || changed.has("gone") || changed.has("machine")) this.layOut();
-    if (isAll || [...changed].some((name) => name.startsWith("curve"))) this.curves.update();
+    if (isAll || changed.has("curves") || changed.has("gone") || changed.has("machine") || changed.has("comparison")) this.layOut();
+    if (isAll || [...changed].some((name) => /^(curve|other|comparison)/.test(name))) this.curves.update();
     if (isAll || changed.has("parts") || changed.has("curves")) this.parts.update();
     if (isAll || changed.has("findings") || changed.has("gone")) this.findings.update();
     if (isAll || [...changed].some((name) => name.startsWith("machine"))) this.machine.update();
+    if (isAll || changed.has("comparison") || changed.has("header") || changed.has("origin")) this.compare.update();
     if (isAll || changed.has("map")) this.map.update();
     if (isAll || changed.has("log")) this.showLog();
     if (isAll || changed.has("runs")) this.showRuns();
@@ -135,9 +141,10 @@ class Page {
       show(this.machineControls, this.machine.heading());
       wanted.push(this.controls);
       if (this.store.panels.curves) {
+        if (this.compare.isComparing) place(this.compare.comparison);
         place(this.findings.panel, ...(first ? [first, this.parts.step] : []), this.parts.history, this.parts.memory, ...others, this.map.panel);
         wanted.push(this.machineControls);
-        place(...this.machine.panels(), this.log);
+        place(...this.machine.panels(), this.log, this.compare.origin);
       }
     }
     if (!this.run || (this.store.panels.runs?.length ?? 0) > 1) place(this.runs);
@@ -152,7 +159,7 @@ class Page {
     const header = this.run ? this.store.panels.header : undefined;
     if (!header) {
       const rows = this.store.panels.runs;
-      const text = rows ? `${count(rows.length)} ${rows.length === 1 ? "run" : "runs"}` : "loading";
+      const text = this.run && !this.store.panels.gone ? "reading the run" : rows ? `${count(rows.length)} ${rows.length === 1 ? "run" : "runs"}` : "loading";
       show(this.header, h("h1", {}, "Paceline ", h("span", { class: "state" }, `· ${text}`)));
       document.title = "Paceline";
       return;
@@ -230,6 +237,7 @@ class Page {
       h(
         "tr",
         {},
+        h("td", { class: "tick" }, this.checkbox(row)),
         h("td", { class: "text" }, h("a", { href: `#run=${row.id}`, "aria-current": row.id === this.run ? "page" : undefined }, row.name)),
         h("td", { class: row.state, title: row.problem || row.sentence || "" }, row.state),
         h("td", { class: "n" }, row.steps ? `${count(row.step)} / ${count(row.steps)}` : ""),
@@ -237,8 +245,8 @@ class Page {
         h("td", { class: "n wide" }, row.samples_per_s === undefined ? "" : short(row.samples_per_s)),
         h("td", { class: "text wide" }, row.problem || row.plan || ""),
       );
-    const heads = ["run", "state", "step", "loss", "samples/s", "plan"];
-    const classes = ["", "", "n", "n", "n wide", "wide"];
+    const heads = [this.run ? "compare" : "", "run", "state", "step", "loss", "samples/s", "plan"];
+    const classes = ["tick", "", "", "n", "n", "n wide", "wide"];
     this.runs.describe("the last written first");
     this.runs.fill(
       h(
@@ -248,6 +256,14 @@ class Page {
       ),
     );
     this.runs.element.title = HELP;
+  }
+
+  /** A box that adds a run to the curves of the run that is shown. */
+  private checkbox(row: RunRow): HTMLInputElement | null {
+    if (!this.run || row.id === this.run) return null;
+    const isOn = this.others.includes(row.id);
+    const others = isOn ? this.others.filter((id) => id !== row.id) : [...this.others, row.id];
+    return h("input", { type: "checkbox", checked: isOn, "aria-label": `Compare with ${row.name}`, change: () => this.go({ with: others.join(",") }) });
   }
 
   private press(event: KeyboardEvent): void {

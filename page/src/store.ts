@@ -115,7 +115,20 @@ export interface RankMap {
   problem?: string;
 }
 
+export interface Origin {
+  origin: [string, string | number | boolean | null][];
+  request: [string, string | number | boolean | null][];
+  problem: string;
+}
+
+export interface Comparison {
+  runs: (Header & { problem?: string })[];
+  differences: [string, ...(string | number | boolean | null)[]][];
+}
+
 export interface Panels {
+  origin?: Origin;
+  comparison?: Comparison;
   machine?: Machine;
   map?: RankMap;
   findings?: Findings | null;

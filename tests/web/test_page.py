@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from browser import start_browser
+from paceline import spec as specs
 from paceline.run import RunFolder
+from paceline.spec import Launch, Optimizer, Spec
 from run_lines import folder, started, step
 from watching import watch, why_not_built
 
@@ -296,6 +299,45 @@ def test_click_on_a_row_opens_the_rank(server, browser):
     browser.call("Input.dispatchKeyEvent", type="keyDown", key="Escape", windowsVirtualKeyCode=27)
     wait(browser, "!document.querySelector('dialog')")
     assert browser.errors == []
+
+
+def test_comparison_shows_only_what_differs(runs, server, browser):
+    """The other run has another learning rate and another loss, and the curves of both are drawn."""
+    other = folder(
+        runs / "second", [line | ({"loss": 3.0} if "loss" in line else {}) for line in build_lines(20)]
+    )
+    specs.save(other.spec, Spec(task="my.py:T", optimizer=Optimizer(lr=0.5)), Launch(ranks=2, plan="ddp"))
+    open_run(browser, server)
+    box = "document.querySelector('input[aria-label=\"Compare with second\"]')"
+    wait(browser, f"!!{box}")
+    browser.run(f"{box}.click()")
+    wait(browser, f"!!{panel('Comparison')}?.querySelector('table')")
+    wait(browser, f"{panel('Comparison')}.innerText.includes('optimizer.lr')")
+    rows = read_table(browser, "Comparison")
+    assert rows[0] == ["what differs", "first (baseline)", "second"]
+    assert [row for row in rows if row[0].startswith("optimizer")] == [["optimizer.lr", "0.001", "0.5"]]
+    assert "plan" not in [row[0] for row in rows]
+    messages = server.messages(run=find_id(server, "first"), **{"with": find_id(server, "second")})
+    table = next(messages)["tables"]["other:0:step:loss"]["columns"]
+    assert table["x"] == [*range(1, 21)]
+    assert {*table["mean"]} == {3.0}
+    browser.run(f"{box}.click()")
+    wait(browser, f"!{panel('Comparison')}")
+    assert browser.errors == []
+    shutil.rmtree(other.path)
+
+
+def find_id(server, name: str) -> str:
+    return next(row["id"] for row in next(server.messages())["panels"]["runs"] if row["name"] == name)
+
+
+def test_provenance_is_shown_as_text(runs, server, browser):
+    (runs / "first/provenance.json").write_text(json.dumps({"command": ["paceline", EVIL], "host": "h1"}))
+    open_run(browser, server)
+    wait(browser, f"!!{panel('Provenance')}?.querySelector('table')")
+    rows = {row[0]: row[1] for row in read_table(browser, "Provenance")}
+    assert rows["command"] == f"paceline {EVIL}"
+    assert (rows["host"], rows["task"], rows["ranks"]) == ("h1", "my.py:T", "2")
 
 
 def test_filter_limits_the_curves(server, browser):

@@ -21,7 +21,7 @@ from paceline.run import RunFolder
 from paceline.web.access import Access, App, Guard
 from paceline.web.curves import Selection, find_curve, to_columns
 from paceline.web.delta import SentState
-from paceline.web.panels import build
+from paceline.web.panels import build, build_comparison
 from paceline.web.ranks import read_log, read_rank
 from paceline.web.runs import RunList, WatchedRun
 
@@ -29,6 +29,7 @@ STATIC = Path(__file__).parent / "static"
 FILES = {"": "index.html", "page.js": "page.js", "page.css": "page.css", "icon.svg": "icon.svg"}
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 MAX_STREAMS = 32
+MAX_COMPARED = 6  # runs beside the one that is shown
 POLL_S = 0.25
 MAX_SHARE = 0.1  # of the time that the server may read and compute for one page
 KEEP_ALIVE_S = 15.0
@@ -90,9 +91,12 @@ class PageServer:
         selection, run_id = _select(request), request.query_params.get("run")
         if self._streams >= MAX_STREAMS:
             return PlainTextResponse(f"{MAX_STREAMS} pages are open; close one", 503)
+        ids = [*filter(None, request.query_params.get("with", "").split(","))][:MAX_COMPARED]
         watched = await asyncio.to_thread(self._find_run, run_id) if run_id else None
+        found = [await asyncio.to_thread(self._find_run, other) for other in ids if other != run_id]
+        others = tuple(other for other in found if other is not None)
         is_gone = run_id is not None and watched is None
-        changes = self._send_changes(watched, selection, {"gone": True} if is_gone else {})
+        changes = self._send_changes(watched, others, selection, {"gone": True} if is_gone else {})
         return StreamingResponse(changes, media_type="text/event-stream")
 
     def _find_run(self, run_id: str) -> WatchedRun | None:
@@ -102,17 +106,23 @@ class PageServer:
             return None
 
     async def _send_changes(
-        self, watched: WatchedRun | None, selection: Selection, fixed: dict[str, object]
+        self,
+        watched: WatchedRun | None,
+        others: tuple[WatchedRun, ...],
+        selection: Selection,
+        fixed: dict[str, object],
     ) -> AsyncIterator[str]:
         self._streams += 1
         try:
             sent, signature, silent_since = SentState(), None, time.monotonic()
             while not self._is_closing():
                 began = time.monotonic()
-                now = await asyncio.to_thread(self._sign, watched)
+                now = await asyncio.to_thread(self._sign, watched, *others)
                 if now != signature:
                     signature = now
-                    message = await asyncio.to_thread(self._build_message, sent, watched, selection, fixed)
+                    message = await asyncio.to_thread(
+                        self._build_message, sent, watched, others, selection, fixed
+                    )
                     if message:
                         yield f"data: {message}\n\n"
                         silent_since = time.monotonic()
@@ -124,19 +134,26 @@ class PageServer:
         finally:
             self._streams -= 1
 
-    def _sign(self, watched: WatchedRun | None) -> object:
+    def _sign(self, *watched: WatchedRun | None) -> object:
         rows = [tuple(row.values()) for row in self._runs.rows()]
-        return rows, watched.sign() if watched is not None else None
+        return rows, [run.sign() for run in watched if run is not None]
 
     def _build_message(
-        self, sent: SentState, watched: WatchedRun | None, selection: Selection, fixed: dict[str, object]
+        self,
+        sent: SentState,
+        watched: WatchedRun | None,
+        others: tuple[WatchedRun, ...],
+        selection: Selection,
+        fixed: dict[str, object],
     ) -> str:
         panels = {"runs": self._runs.rows(), "runs_problem": self._runs.problem, **fixed}
         tables: dict[str, dict[str, list[object]]] = {}
         if watched is not None:
             with watched.lock:
                 of_run, tables = build(watched, selection)
-            panels |= of_run
+            comparison, of_others = build_comparison(watched, others, of_run)
+            panels |= of_run | comparison
+            tables |= of_others
         message = sent.advance(nan_to_null(panels), tables)
         return ENCODER.encode(message | {"now": time.time()}) if message else ""
 

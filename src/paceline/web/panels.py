@@ -1,7 +1,7 @@
 """The panels of a page: what it shows of a run, as values for JSON."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paceline.errors import Error, RunError
@@ -15,6 +15,7 @@ from paceline.web.curves import MAX_CURVES, Selection, build_tables, list_names,
 from paceline.web.machine import build_machine, build_map
 from paceline.web.prediction import read_prediction
 from paceline.web.runs import WatchedRun, find_state, show_name
+from paceline.web.settings import build_differences, build_origin
 
 MAX_MARKS = 300  # of each kind, on the curves
 MAX_LOG_LINES = 400
@@ -65,10 +66,36 @@ def build(run: WatchedRun, selection: Selection) -> tuple[Panels, Tables]:
         panels["map"], of_map = build_map(view, selection.map)
         tables |= of_machine | of_map
         panels["findings"] = run.findings.panel
+        panels["origin"] = build_origin(run)
         panels["problems"] = [without_controls(text) for text in view.problems]
     except Error as error:
         panels["problems"] = [str(error)]
     return panels, tables
+
+
+def build_comparison(run: WatchedRun, others: Sequence[WatchedRun], panels: Panels) -> tuple[Panels, Tables]:
+    """Return the settings in which other runs differ from a run, and their curves of those that it shows.
+
+    A curve of run N is the table "other:N:KEY". The locks of the other runs are taken in turn."""
+    tables: Tables = {}
+    shown = panels.get("curves", {})
+    compared = []
+    for at, other in enumerate(others):
+        with other.lock:
+            try:
+                other.refresh()
+                axis = shown.get("axis", "step")
+                if axis in other.view.axes:
+                    keys = [key for key in shown.get("names", ()) if key in list_names(other.view)]
+                    found = build_tables(other.view, axis, keys)
+                    tables |= {
+                        name.replace("curve:", f"other:{at}:", 1): table for name, table in found.items()
+                    }
+                compared.append(build_header(other))
+            except Error as error:
+                compared.append({"name": show_name(other.folder.path), "problem": str(error)})
+    differences = build_differences([run, *others]) if others else []
+    return {"comparison": {"runs": compared, "differences": differences}}, tables
 
 
 def build_header(run: WatchedRun) -> dict[str, Any]:

@@ -104,6 +104,7 @@ class WatchedRun:
         self.view = RunView(folder)
         self.lock = threading.Lock()
         self.findings = FindingsWatch(folder)
+        self.origin: tuple[Signature, dict[str, Any]] | None = None  # a panel, and of which files it is
         self._signature: Signature = (("", 0, 0),)
 
     def refresh(self) -> None:
@@ -118,7 +119,7 @@ class WatchedRun:
         is_locked = False
         with contextlib.suppress(RunError):
             is_locked = self.folder.is_locked()
-        signature = sign(self.folder.events, self.folder.profile, *self._find_samples())
+        signature = sign(self.folder.events, self.folder.spec, self.folder.profile, *self._find_samples())
         self.findings.poll((signature, is_locked))
         return signature, is_locked, self.findings.version
 

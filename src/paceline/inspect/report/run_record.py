@@ -52,7 +52,7 @@ def build_record(
 
     prediction: of its plan, next to the measured values; None if it was not predicted.
     findings: those of the run; None if they were not looked for."""
-    request, problem = _read_request(view)
+    request, problem = read_request(view)
     origin, note = view.run.origin()
     problems = [*filter(None, (problem, note)), *_compare_version(origin), *view.problems]
     summary = view.summary
@@ -76,7 +76,7 @@ def build_record(
         "machine": _build_machine(view),
         "findings": _build_findings(findings) if findings is not None else None,
         "events": _list_events(view),
-        "provenance": _flatten(origin),
+        "provenance": flatten(origin),
         "request": request,
     }
 
@@ -97,22 +97,22 @@ def _compare_version(origin: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _read_request(view: RunView) -> tuple[Record, str]:
+def read_request(view: RunView) -> tuple[Record, str]:
     """Return the request by key, and why it cannot be read (else an empty string)."""
     try:
         spec, launch = view.run.request()
         given = launch.model_dump(exclude_none=True, exclude={"run"})
-        return _flatten(spec.model_dump(mode="json") | given), ""
+        return flatten(spec.model_dump(mode="json") | given), ""
     except Error as error:
         return {}, f"the request is not shown: {error}"
 
 
-def _flatten(tree: Any, before: str = "") -> Record:
+def flatten(tree: Any, before: str = "") -> Record:
     """Return the leaves of nested tables by their dotted keys."""
     if isinstance(tree, Mapping):
         found: Record = {}
         for key, value in tree.items():
-            found |= _flatten(value, f"{before}.{key}" if before else str(key))
+            found |= flatten(value, f"{before}.{key}" if before else str(key))
         return found
     if isinstance(tree, (list, tuple)):
         return {_shorten(before): _shorten(" ".join(map(str, tree)))}
