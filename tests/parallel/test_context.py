@@ -249,6 +249,32 @@ def test_attention_on_slices_equals_attention(size: int) -> None:
                 assert max(errors) < rtol, case
 
 
+def attend_with_cropped_mask(shape: tuple[int, ...], sliced: SlicedTensors) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    handler = SlicedAttention(RingAttention(init_device_mesh("cpu", (2,))), parse("cp=2"), 8, (sliced,))
+    query = torch.ones(1, 2, 4, 6)
+    with replace_attention(handler), pytest.raises(PlanError) as raised:
+        F.scaled_dot_product_attention(query, query, query, torch.ones(shape))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "masks"),
+    [
+        ((8, 4), {}),  # cropped to the number of keys, which are not the first ones
+        ((4, 8), {}),
+        ((8, 8), {"attn_mask": (True, False)}),
+    ],
+)
+def test_masks_of_other_shapes_than_in_the_first_pass_are_refused(
+    shape: tuple[int, ...], masks: dict[str, tuple[bool, bool]]
+) -> None:
+    """A model may pass its first mask in a later step, which no trial has checked."""
+    for error in ranks(2)(attend_with_cropped_mask, shape, SlicedTensors(True, True, masks)):
+        assert "a block calls attention in another way than in the first pass" in error
+
+
 def drop_weights(length: int) -> tuple[list[float], list[bool]]:
     """Return the errors of weights that dropout kept, and which it kept, of this rank's queries."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -358,7 +384,7 @@ def take_first_rows() -> Any:
     return replaced(
         SlicedAttention,
         "_own_rows",
-        lambda original: lambda self, mask, sliced: mask.narrow(-2, 0, self.count),
+        lambda original: lambda self, mask, *_: mask.narrow(-2, 0, self.count),
     )
 
 
@@ -418,6 +444,7 @@ def train_and_return_error(task: Task, plan: str, fault: Any = None, **more: Any
             "blocks.0 (VariantBlock) mixes, numbers or masks positions outside of "
             "scaled_dot_product_attention",
         ),
+        (sequences.Variant(kind="weights"), "blocks.0 (VariantBlock) mixes, numbers or masks positions"),
         (sequences.Variant(kind="mean"), "blocks.0 (VariantBlock) mixes, numbers or masks positions"),
         (
             sequences.Variant(kind="rotary inside"),

@@ -120,8 +120,10 @@ class VariantBlock(nn.Module):
         cos, sin = angles
         if self.kind == "rotary inside":
             cos, sin = build_angles(x)
-        if self.kind == "multihead":
-            x = x + self.multihead(x, x, x)[0] + start * condition[:, None]
+        if self.kind in ("multihead", "weights"):
+            mixed, weights = self.multihead(x, x, x)
+            x = x + mixed + start * condition[:, None]
+            x = x + weights.mean() if self.kind == "weights" else x
             return x + self.down(self.up(x).relu())
         q, k, v = (
             part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)

@@ -57,8 +57,8 @@ def check_context_parallel(task: Task, spec: Spec, plan: Plan, model: nn.Module)
 def no_attention_message(plan: Plan, model: str) -> str:
     return (
         f"plan {plan}: cp splits the sequence that attention runs over, and {model} calls no "
-        "F.scaled_dot_product_attention in its blocks (nn.MultiheadAttention does with need_weights=False, "
-        "Hugging Face with attn_implementation='sdpa'); use a plan without cp, or name its blocks in layout()"
+        "F.scaled_dot_product_attention in its blocks (nn.MultiheadAttention does, and Hugging Face with "
+        "attn_implementation='sdpa' or 'eager'); use a plan without cp, or name its blocks in layout()"
     )
 
 

@@ -27,6 +27,7 @@ from paceline.parallel.context.sliced_attention import SlicedTensors
 from paceline.parallel.context.trial_attention import RTOL, SlicedTrial, WholeTrial
 from paceline.parallel.pytree import flatten
 
+FAILURES = (RuntimeError, ValueError, IndexError, AssertionError, TypeError, AttributeError)
 MAX_TRIALS = 256  # ways to slice the arguments; the first is nearly always right
 
 
@@ -81,7 +82,10 @@ def find_sequence_splits(
             for leaf in leaves
         ]
         recorded = WholeTrial()
-        whole = run(leaves, recorded)
+        try:
+            whole = run(leaves, recorded)
+        except FAILURES:  # such as the use of weights, which attention on slices does not return
+            return next(iter(recorded.lengths), None), None
         attended = next(iter(recorded.lengths), None)
         length = attended if length is None else length
         candidates = [
@@ -108,8 +112,8 @@ def find_sequence_splits(
             trial = SlicedTrial(recorded.calls, positions, length)
             try:
                 part = run(sliced, trial)
-            except (RuntimeError, ValueError, IndexError, AssertionError):
-                return None  # shapes do not match
+            except FAILURES:  # shapes do not match
+                return None
             output = _match_outputs(whole, part, positions)
             is_sliced = any(call.query for call in trial.calls) or attended is None
             if not is_sliced or len(trial.calls) != len(recorded.calls) or output is None:

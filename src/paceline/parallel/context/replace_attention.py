@@ -6,7 +6,7 @@ Each way to call attention becomes one value, `AttentionArguments`, of which a h
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,17 +25,17 @@ class AttentionArguments:
     """The arguments of one call of attention.
 
     query, key, value: (..., heads, positions, head width).
-    masks: each with a shape that expands to (..., heads, queries, keys). They are additive, or False where a
-    query may not see a key.
+    masks: by the name of the argument, each with a shape that expands to (..., heads, queries, keys). They
+    are additive, or False where a query may not see a key.
     compute: compute(query, key, value, masks, is_causal) returns the result of the original function.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    masks: tuple[Tensor, ...]
+    masks: Mapping[str, Tensor]
     is_causal: bool
-    compute: Callable[[Tensor, Tensor, Tensor, Sequence[Tensor], bool], Any]
+    compute: Callable[[Tensor, Tensor, Tensor, Mapping[str, Tensor], bool], Any]
     ring_options: dict[str, Any] | None = None  # arguments of ring attention; None if it cannot compute this
     # of attention (..., heads, queries, width), for a result that was not computed by `compute`
     finish: Callable[[Tensor], Any] = lambda output: output
@@ -53,7 +53,7 @@ def replace_attention(handler: AttentionHandler) -> Iterator[None]:
     They are calls of `F.scaled_dot_product_attention`, also by torch's own layers, and the attention of
     transformers. Fused kernels, which would bypass it, are disabled.
     """
-    pending: list[Tensor] = []  # masks of torch's multi-head attention, for the attention that it calls
+    pending: dict[str, Tensor] = {}  # masks of torch's multi-head attention, for the attention that it calls
     with contextlib.ExitStack() as stack:
         stack.enter_context(fused_layers_disabled())
         for owner, name, replacement in (
@@ -101,7 +101,7 @@ def fused_layers_disabled() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(previous)
 
 
-def combine_masks(masks: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+def combine_masks(masks: Iterable[Tensor], dtype: torch.dtype) -> Tensor | None:
     """Return one mask with the effect of all."""
     combined = None
     for mask in masks:
@@ -120,7 +120,7 @@ def _to_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
 
 
-def _replace_scaled_dot_product(handler: AttentionHandler, pending: list[Tensor]) -> Callable[..., Any]:
+def _replace_scaled_dot_product(handler: AttentionHandler, pending: dict[str, Tensor]) -> Callable[..., Any]:
     def attention(
         query: Tensor,
         key: Tensor,
@@ -134,12 +134,12 @@ def _replace_scaled_dot_product(handler: AttentionHandler, pending: list[Tensor]
         options = {"scale": scale, "enable_gqa": enable_gqa}
 
         def compute(
-            query: Tensor, key: Tensor, value: Tensor, masks: Sequence[Tensor], is_causal: bool
+            query: Tensor, key: Tensor, value: Tensor, masks: Mapping[str, Tensor], is_causal: bool
         ) -> Tensor:
-            mask = combine_masks(masks, query.dtype)
+            mask = combine_masks(masks.values(), query.dtype)
             return ATTENTION(query, key, value, mask, dropout_p, is_causal, **options)  # type: ignore[arg-type]
 
-        masks = (*pending, *([attn_mask] if attn_mask is not None else []))
+        masks = pending | ({"attn_mask": attn_mask} if attn_mask is not None else {})
         pending.clear()
         return handler.attend(
             AttentionArguments(
@@ -150,7 +150,7 @@ def _replace_scaled_dot_product(handler: AttentionHandler, pending: list[Tensor]
     return attention
 
 
-def _replace_multi_head(pending: list[Tensor]) -> Callable[..., Any]:
+def _replace_multi_head(pending: dict[str, Tensor]) -> Callable[..., Any]:
     """Return torch's multi-head attention for slices, whose shapes do not match those of its masks.
 
     It returns no weights.
@@ -166,10 +166,10 @@ def _replace_multi_head(pending: list[Tensor]) -> Callable[..., Any]:
             arguments.update(key_padding_mask=None, attn_mask=None, is_causal=False)
             dtype = arguments["query"].dtype
             if padding is not None:  # (batch, keys) or (keys)
-                pending.append(_invert(padding, dtype)[..., None, None, :])
+                pending["key_padding_mask"] = _invert(padding, dtype)[..., None, None, :]
             if mask is not None:  # (queries, keys) or (batch × heads, queries, keys)
                 mask = _invert(mask, dtype)
-                pending.append(mask.unflatten(0, (-1, heads)) if mask.dim() == 3 else mask)
+                pending["attn_mask"] = mask.unflatten(0, (-1, heads)) if mask.dim() == 3 else mask
         return MULTI_HEAD_ATTENTION(**arguments)
 
     return attention
@@ -217,22 +217,17 @@ def _replace_library_attention(
         )
 
         def compute(
-            query: Tensor, key: Tensor, value: Tensor, masks: Sequence[Tensor], is_causal: bool
+            query: Tensor, key: Tensor, value: Tensor, masks: Mapping[str, Tensor], is_causal: bool
         ) -> Any:
-            rest = list(masks)
-            biases = {} if bias is None else {"position_bias": rest.pop()}
+            given = dict(masks)
+            biases = {} if bias is None else {"position_bias": given.pop("position_bias")}
             causal = {"is_causal": is_causal} if name == "sdpa" else {}
+            mask = combine_masks(given.values(), query.dtype)
             with replace_attention(_Original()):
-                return function(
-                    module,
-                    query,
-                    key,
-                    value,
-                    combine_masks(rest, query.dtype),
-                    **{**options, **causal, **biases},
-                )
+                return function(module, query, key, value, mask, **{**options, **causal, **biases})
 
-        masks = tuple(tensor for tensor in (mask, bias) if tensor is not None)
+        named = {"attention_mask": mask, "position_bias": bias}
+        masks = {key: tensor for key, tensor in named.items() if tensor is not None}
         return handler.attend(
             AttentionArguments(
                 query,

@@ -5,7 +5,8 @@ an additive bias, dropout, slices of unequal lengths, keys of another sequence) 
 computes the rows of this rank's queries with the original function.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class SlicedTensors:
 
     query: bool
     key: bool  # and value
+    # Whether each mask has only the rows and the columns of a slice
+    masks: Mapping[str, tuple[bool, bool]] = field(default_factory=dict)
 
 
 class SlicedAttention:
@@ -58,10 +61,7 @@ class SlicedAttention:
         if sliced is None or any(
             getattr(arguments, name).size(-2) != size for name, size in expected.items()
         ):
-            raise PlanError(
-                f"plan {self.plan}: a block calls attention in another way than in the first pass; "
-                "use a plan without cp"
-            )
+            raise self._unexpected()
         arguments = _cast_for_autocast(arguments)
         if (is_causal := self._ring_mask(arguments, sliced)) is not None:
             assert arguments.ring_options is not None
@@ -85,20 +85,31 @@ class SlicedAttention:
             return None
         if not arguments.masks:
             return arguments.is_causal
-        return read_causal_mask(arguments.masks[0], self.length) if len(arguments.masks) == 1 else None
+        if len(arguments.masks) > 1:
+            return None
+        return read_causal_mask(next(iter(arguments.masks.values())), self.length)
+
+    def _unexpected(self) -> PlanError:
+        return PlanError(
+            f"plan {self.plan}: a block calls attention in another way than in the first pass; use a plan "
+            "without cp"
+        )
 
     def _attend_to_gathered(self, arguments: AttentionArguments, sliced: SlicedTensors) -> Any:
         key, value = arguments.key, arguments.value
         if sliced.key:
             key, value = self._gather_both(key, value)
-        masks = [self._own_rows(mask, sliced) for mask in arguments.masks]
+        masks = {
+            name: self._own_rows(mask, sliced, *sliced.masks.get(name, (False, False)))
+            for name, mask in arguments.masks.items()
+        }
         is_causal = arguments.is_causal
         if is_causal and sliced.query:
             own = rank_positions(
                 self.length, self.mesh.get_local_rank(), self.mesh.size(), arguments.query.device
             )
             visible = own[:, None] >= torch.arange(key.size(-2), device=own.device)
-            masks = [visible.view(*[1] * (arguments.query.dim() - 2), *visible.shape), *masks]
+            masks["causal"] = visible.view(*[1] * (arguments.query.dim() - 2), *visible.shape)
             is_causal = False
         return arguments.compute(arguments.query, key, value, masks, is_causal)
 
@@ -111,12 +122,21 @@ class SlicedAttention:
         key, value = both.split([key.size(-1), value.size(-1)], -1)
         return key, value
 
-    def _own_rows(self, mask: Tensor, sliced: SlicedTensors) -> Tensor:
+    def _own_rows(
+        self, mask: Tensor, sliced: SlicedTensors, has_own_rows: bool, has_own_columns: bool
+    ) -> Tensor:
         """Return the rows of the queries of this rank, with the columns of all keys."""
-        if sliced.query and mask.dim() > 1 and mask.size(-2) == self.length:
+        rows = mask.size(-2) if mask.dim() > 1 else 1
+        if (has_own_rows and rows != self.count) or (has_own_columns and mask.size(-1) != self.count):
+            raise self._unexpected()
+        if sliced.query and not has_own_rows and rows > 1:
+            if rows != self.length:
+                raise self._unexpected()
             rank, ranks = self.mesh.get_local_rank(), self.mesh.size()
             mask = mask.index_select(-2, rank_positions(self.length, rank, ranks, mask.device))
-        if not sliced.key or mask.size(-1) != self.count:
+        if sliced.key and not has_own_columns and mask.size(-1) not in (1, self.length):
+            raise self._unexpected()
+        if not has_own_columns:
             return mask
         if mask.is_floating_point():
             gathered: Tensor = GatherForSlices.apply(mask, -1, self.length, self.mesh)

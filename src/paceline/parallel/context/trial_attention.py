@@ -71,9 +71,12 @@ class SlicedTrial:
         has_own_keys = self._is_slice(arguments.key, whole.key, -2)
         if self._is_slice(arguments.value, whole.value, -2) != has_own_keys:
             raise NotSliceable("keys are those of a slice and values are not, or the reverse")
-        for mask, whole_mask in zip(arguments.masks, whole.masks, strict=True):
-            self._check_mask(mask, whole_mask)
-        self.calls.append(SlicedTensors(has_own_queries, has_own_keys))
+        if arguments.masks.keys() != whole.masks.keys():
+            raise NotSliceable("attention has other masks")
+        masks = {
+            name: self._find_mask_slice(mask, whole.masks[name]) for name, mask in arguments.masks.items()
+        }
+        self.calls.append(SlicedTensors(has_own_queries, has_own_keys, masks))
         rows = call.output.index_select(-2, self.positions) if has_own_queries else call.output
         return arguments.finish(rows)
 
@@ -86,14 +89,18 @@ class SlicedTrial:
             raise NotSliceable("queries, keys or values of a position differ")
         return is_slice
 
-    def _check_mask(self, part: Tensor, whole: Tensor) -> None:
+    def _find_mask_slice(self, part: Tensor, whole: Tensor) -> tuple[bool, bool]:
+        """Return whether a mask has only the rows and the columns of the slice."""
         if part.dim() != whole.dim():
             raise NotSliceable("the dimensions of masks differ")
+        sliced = [False, False]
         for dim in range(-min(2, part.dim()), 0):
             if part.size(dim) != whole.size(dim) == self.length:
                 whole = whole.index_select(dim, self.positions)
+                sliced[dim] = True
         # Exact, because the largest element of a mask is often the largest number.
         if part.shape != whole.shape or not (
             is_fake(part) or is_fake(whole) or torch.allclose(part, whole, RTOL, equal_nan=True)
         ):
             raise NotSliceable("masks of a position differ")
+        return sliced[0], sliced[1]
