@@ -3,12 +3,14 @@
 import csv
 import math
 import random
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from paceline.errors import RunError
-from paceline.monitor.columns import COLUMNS, kind_of, throttle_reasons
+from paceline.monitor.columns import COLUMNS, THROTTLE_REASONS, kind_of, throttle_reasons
 from paceline.monitor.samples import FilePosition, read_samples
 
 HEAD = """# paceline samples 1
@@ -350,3 +352,12 @@ def test_kinds_of_columns():
     assert kind_of("cpu energy") == "cpu energy"
     assert kind_of("rank0 workers cpu") == "rankN workers cpu"
     assert {kind_of(name.replace("N", "7", 1)) for name in COLUMNS} == set(COLUMNS)
+
+
+def test_the_page_lists_all_columns():
+    page = (Path(__file__).parents[2] / "docs/files.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` +\| (.*?) *\| (.+?) *\|$", page, re.M)
+    for column in COLUMNS.values():
+        assert (column.name, column.unit, column.meaning) in rows
+    for name, bit in THROTTLE_REASONS.items():
+        assert f"{bit} {name}" in page.replace("\n", " ")
