@@ -113,6 +113,7 @@ def test_growing_memory(tmp_path: Path) -> None:
     cases = {
         "leak": ([500 + 4.0 * k + draw.gauss(0, 2) for k in range(60)], 1),
         "steady": ([500 + draw.gauss(0, 10) for k in range(60)], 0),
+        "leak of a training that becomes slower": ([500 + 300 * (k / 60) ** 0.7 for k in range(60)], 1),
         "cache that fills": ([900 - 400 * math.exp(-k / 8) for k in range(60)], 0),
         "saw of a garbage collector": ([500 + 10.0 * (k % 12) for k in range(60)], 0),
         "slow": ([500 + 0.3 * k for k in range(60)], 0),
