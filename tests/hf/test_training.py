@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import default_collate
 
 from harness import train_on_ranks
 from hf_folders import write_folder, write_text
 from paceline import Spec, Task, train
-from paceline.data.loader import shuffle
+from paceline.data.loader import open_training_samples, shuffle
 from paceline.events import Step
 from paceline.hf.task import HuggingFace
 from paceline.task import load_task
@@ -186,3 +187,32 @@ def test_windows_of_tokens_have_no_weights(here: Path) -> None:
     assert (
         AnswersOnly(folder=str(here / "llama"), data=str(here / "text.txt")).weights(samples[0]) is not None
     )
+
+
+class OwnCollate(HuggingFace):
+    """A fine-tuning whose batches have reversed samples."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        return default_collate(samples[::-1])
+
+
+def test_a_batch_of_windows_is_that_of_the_samples(here: Path) -> None:
+    task, spec = request(here / "llama")
+    indices = [5, 0, 3]
+    samples: Any = task.dataset("train")
+    expected = default_collate([samples[index] for index in indices])
+    found = samples.batch_of(indices)
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        assert tensor.dtype == expected[key].dtype
+        assert tensor.is_contiguous()
+        assert torch.equal(tensor, expected[key])
+    read = open_training_samples(task, spec)[(indices, indices)]
+    assert all(torch.equal(read[key], expected[key]) for key in expected)
+
+
+def test_collate_of_a_subclass_is_called(here: Path) -> None:
+    task = OwnCollate(folder=str(here / "llama"), data=str(here / "text.txt"), length=LENGTH)
+    samples: Any = task.dataset("train")
+    read: Any = open_training_samples(task, request(here / "llama")[1])[([0, 1], [0, 1])]
+    assert torch.equal(read["input_ids"], torch.stack([samples[1]["input_ids"], samples[0]["input_ids"]]))

@@ -348,7 +348,7 @@ def open_file_samples(task: Task, files: Sequence[Path], spec: Spec, plan: Resol
 def _make_samples(
     task: Task, dataset: MapDataset, split: str, spec: Spec, plan: ResolvedPlan | None
 ) -> Samples:
-    has_collate = type(task).collate is not Task.collate
+    has_collate = type(task).collate is not Task.collate and not getattr(dataset, "replaces_collate", False)
     if has_collate and hasattr(dataset, "batch_of"):
         raise DataError(
             f"{type(task).__name__}.collate() would not be called, because dataset({split!r}) has"

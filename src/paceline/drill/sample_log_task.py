@@ -79,6 +79,10 @@ class _Samples:
 
 
 class _Batches(_Samples):
+    @property
+    def replaces_collate(self) -> bool:
+        return getattr(self.dataset, "replaces_collate", False)
+
     def batch_of(self, indices: list[int]) -> NumberedSample:
         self.log.pause(self.log.microbatches)
         return NumberedSample(self.dataset.batch_of(indices), torch.tensor(indices))

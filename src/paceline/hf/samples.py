@@ -36,6 +36,20 @@ class TokenWindows:
         return {"input_ids": window[:-1], "labels": window[1:]}
 
 
+class BatchedTokenWindows(TokenWindows):
+    """The same windows, of which a whole batch is read at once. A batch is what default_collate returns."""
+
+    replaces_collate = True  # of a task, which pads samples of other objectives
+
+    def __init__(self, tokens: Tensor, length: int):
+        super().__init__(tokens, length)
+        self._windows = tokens.unfold(0, length + 1, length) if len(tokens) > length else tokens[:0]
+
+    def batch_of(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        windows = self._windows[torch.as_tensor(indices)].long()
+        return {"input_ids": windows[:, :-1].contiguous(), "labels": windows[:, 1:].contiguous()}
+
+
 class MaskedWindows:
     """Windows of `length` tokens that do not overlap, in which some tokens are hidden and predicted.
 

@@ -24,6 +24,7 @@ from paceline.hf.lora import Lora, add_adapters_
 from paceline.hf.objectives import CAUSAL_LM, CLASSIFICATION, MASKED_LM, SEQ2SEQ, Objective, choose_objective
 from paceline.hf.samples import (
     IGNORED,
+    BatchedTokenWindows,
     LabelledTexts,
     MaskedWindows,
     TextPairs,
@@ -100,7 +101,10 @@ class HuggingFace(Task):
             names = self.labels or _read_labels(whole)
             return LabelledTexts(folder.path, file, (self.text, self.label), limit, names)
         tokens = read_tokens(folder.path, file, self.text)
-        windows: TokenWindows | MaskedWindows = TokenWindows(tokens, limit)
+        has_own_collate = type(self).collate is not HuggingFace.collate  # of a subclass, which must be called
+        windows: TokenWindows | MaskedWindows = (TokenWindows if has_own_collate else BatchedTokenWindows)(
+            tokens, limit
+        )
         if objective is MASKED_LM:
             windows = MaskedWindows(tokens, limit, self.masked, tokenizer)
         if not len(windows):
