@@ -338,6 +338,13 @@ class Spec(Value):
         description="first and last step to trace, such as 20:25; the trace shows what each rank does when"
         " [default: none]",
     )
+    histograms: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_INT,
+        description="steps between histograms of weights, gradients and activations, for TensorBoard"
+        " [default: none]",
+    )
     nvtx: bool = Field(
         default=False,
         description="mark steps, phases, micro-batches and blocks with NVTX ranges, for Nsight Systems",

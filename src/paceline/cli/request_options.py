@@ -235,6 +235,14 @@ def build_request(
             rich_help_panel=RUN,
         ),
     ] = None,
+    histograms: Annotated[
+        int | None,
+        Option(
+            help="Number of steps between histograms of weights, gradients and activations for TensorBoard "
+            "[default: none]",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
     nvtx: Annotated[
         bool | None,
         Option(
@@ -287,6 +295,7 @@ def build_request(
         "monitor": monitor,
         "trace": trace,
         "nvtx": nvtx,
+        "histograms": histograms,
         "device": device,
         "restarts": restarts,
         "timeout_s": timeout,

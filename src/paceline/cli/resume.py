@@ -70,6 +70,9 @@ def resume(
         str | None,
         typer.Option(metavar="FIRST:LAST", help="Trace these steps, such as 20:25 [default: as before]"),
     ] = None,
+    histograms: Annotated[
+        int | None, typer.Option(help="Number of steps between histograms [default: as before]")
+    ] = None,
     nvtx: Annotated[
         bool | None,
         typer.Option("--nvtx/--no-nvtx", help="Mark steps and their parts with NVTX [default: as before]"),
@@ -114,6 +117,7 @@ def resume(
         "monitor": monitor,
         "trace": trace,
         "nvtx": nvtx,
+        "histograms": histograms,
         "device": device,
         "restarts": restarts,
         "timeout_s": timeout,

@@ -1,24 +1,41 @@
-"""A file of scalars for TensorBoard."""
+"""A file of scalars and histograms for TensorBoard."""
 
 import io
 import itertools
 import os
 import platform
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from paceline.files import append_whole
+from paceline.report.histogram import Histogram
 
 _numbers = itertools.count()
 
 
+def _encode(histogram: Histogram) -> HistogramProto:
+    """Return a histogram with the bins from the first to the last that have values."""
+    filled = [at for at, count in enumerate(histogram.counts) if count]
+    bins = slice(max(0, filled[0] - 1), filled[-1] + 1)
+    return HistogramProto(
+        min=histogram.min,
+        max=histogram.max,
+        num=sum(histogram.counts),
+        sum=histogram.sum,
+        sum_squares=histogram.sum_squares,
+        bucket_limit=[min(limit, sys.float_info.max) for limit in histogram.limits[bins]],
+        bucket=histogram.counts[bins],
+    )
+
+
 class ScalarWriter:
-    """A file to which scalars are appended. A full disk loses points, but never damages the file.
+    """A file of scalars and histograms. A full disk loses points, but never damages the file.
 
     (torch's SummaryWriter writes in a thread, which prints a traceback if the disk is full.)
     """
@@ -41,6 +58,15 @@ class ScalarWriter:
         ]
         if self._has_version and scalars:
             self._append(Event(wall_time=wall_time, step=step, summary=Summary(value=scalars)))
+
+    def write_histograms(self, histograms: Mapping[str, Histogram], step: int, wall_time: float) -> None:
+        """Append the histograms of a step, by name."""
+        self._has_version = self._has_version or self._append(
+            Event(wall_time=wall_time, file_version="brain.Event:2")
+        )
+        values = [Summary.Value(tag=name, histo=_encode(value)) for name, value in histograms.items()]
+        if self._has_version and values:
+            self._append(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
 
     def close(self) -> None:
         os.close(self._file)

@@ -42,6 +42,7 @@ from paceline.training.checkpoint_policy import CheckpointPolicy
 from paceline.training.ddp_warmup import warm_up_ddp
 from paceline.training.evaluate import Evaluator
 from paceline.training.first_loss import FirstLossCheck
+from paceline.training.histograms.recorder import HistogramRecorder, check_histograms
 from paceline.training.initial_weights import check_initial_weights_once
 from paceline.training.model_analysis import analyze_model, build_meta_model
 from paceline.training.optimizer import check_schedule, compute_lr_factor
@@ -149,6 +150,7 @@ def train(
         notes = (*notes, *check_ranks(task, world, data.lengths))
         notes = (*notes, *check_sample_count(data.samples, resolved, spec.batch))
         check_traced_steps(spec, resolved, spec.total_steps(data.samples))
+        notes = (*notes, *check_histograms(spec, resolved))
         clock.mark("data")
         if resolved.servers is not None:
             read_operations(task, resolved)
@@ -272,6 +274,7 @@ class TrainingLoop:
         )
         self.tracer = StepTracer(context, prepared, heartbeat, self.first)
         self.profiler.traced = self.tracer.steps
+        self.histograms = HistogramRecorder(context, prepared, self.first)
 
     def events(self) -> Generator[Event]:
         """Train, and yield what happens."""
@@ -294,7 +297,12 @@ class TrainingLoop:
             self.batch_slice.microbatches,
             agree_on_longest(None, self.device),
         )
-        with contextlib.closing(source), contextlib.closing(self.profiler), contextlib.closing(self.tracer):
+        with (
+            contextlib.closing(source),
+            contextlib.closing(self.profiler),
+            contextlib.closing(self.tracer),
+            contextlib.closing(self.histograms),
+        ):
             yield from self._run_steps(source)
         yield from self.checkpoints.finish(
             self.step, self.total, self.evaluator.metrics_at(self.step), self.stopping.state
@@ -318,8 +326,10 @@ class TrainingLoop:
         while self.step < self.total and not self.stopping.is_over:
             self.profiler.begin(self.step)
             self.tracer.begin(self.step)
+            self.histograms.begin(self.step)
             launched, finished = self._run_step(source)
             self.metrics.add(launched)
+            self.histograms.end(self.step, launched.time)
             yield from self.profiler.end(self.step, launched.data_s)
             yield from self.tracer.end(self.step)
             self.stopping.poll()

@@ -1,0 +1,1 @@
+"""Histograms of weights, gradients and activations, of whole tensors under every plan."""
