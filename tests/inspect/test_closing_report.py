@@ -59,3 +59,17 @@ def test_a_training_without_a_kept_folder_has_no_report(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert sum(1 for _ in train(Spec(task="digits", steps=4), ranks=1))
     assert not list(tmp_path.rglob("report.html"))
+
+
+def test_a_prediction_is_shown_beside_the_measured_values(tmp_path):
+    succeed(*TRAIN[:3], "40", *TRAIN[4:], "--ranks", "1", "--profile", "--no-report", at=tmp_path)
+    succeed("report", "run", "--predict", "--json", "r.json", at=tmp_path)
+    [record] = json.loads((tmp_path / "r.json").read_text())["runs"]
+    breakdown = record["breakdown"]
+    assert breakdown["predicted_for"]
+    assert breakdown["not_predicted"] is None
+    assert breakdown["time_s"]["compute"]["predicted"] > 0
+    assert breakdown["memory_bytes"]["peak"]["predicted"] > 0
+    page = (tmp_path / "run/report.html").read_text()
+    assert ">predicted</text>" in page
+    assert ">measured</text>" in page
