@@ -29,7 +29,7 @@ def find_rules(folder: Path, *options: str, steps: int = 60) -> set[str]:
         ("evaluation", 60, ("--set", "spec.evaluate_every=1"), ("--set", "spec.evaluate_every=30")),
         ("threads", 60, ("--set", "spec.threads=512"), ("--set", "spec.threads=1")),
         ("plateau", 300, ("--lr", "1e-9"), ("--lr", "1e-3")),
-        ("loss-spike", 200, ("--set", "spike_at=80"), ()),
+        ("loss-spike", 220, ("--set", "spike_at=160"), ()),
     ],
 )
 def test_a_fault_is_found(
