@@ -187,7 +187,8 @@ export class Chart {
     for (const mark of this.marks) {
       const x = plot.valToPos(mark.x, "x", true);
       if (x < left || x > right || !first) continue;
-      const at = plot.valToIdx(mark.x);
+      let at = plot.valToIdx(mark.x);
+      while (at > 0 && (first.y[at] ?? null) === null) at -= 1; // the points of other runs lie between
       const value = first.high?.[at] ?? first.y[at];
       const y = value === null || value === undefined ? plot.bbox.top + 10 * ratio : plot.valToPos(value, "y", true);
       ctx.fillStyle = mark.kind === "save" ? theme("mut") : theme("warn");
@@ -195,16 +196,19 @@ export class Chart {
     }
     ctx.textAlign = "right";
     if (this.lines.length > 1) {
-      let before = Infinity;
+      let before = { x: Infinity, y: Infinity };
       for (const line of this.lines) {
         if (line.isUnlabelled) continue;
-        const value = [...line.y].reverse().find((y) => y !== null);
+        let at = line.y.length - 1;
+        while (at > 0 && (line.y[at] ?? null) === null) at -= 1;
+        const value = line.y[at];
         if (value === undefined || value === null) continue;
+        const x = Math.min(right, plot.valToPos(this.x[at]!, "x", true)) - 4 * ratio;
         const y = plot.valToPos(value, "y", true) - 4 * ratio;
-        if (Math.abs(y - before) < 12 * ratio) continue;
-        before = y;
-        ctx.fillStyle = theme("fg");
-        ctx.fillText(line.name, right - 4 * ratio, Math.max(plot.bbox.top + 9 * ratio, y));
+        if (x < left || (Math.abs(y - before.y) < 12 * ratio && Math.abs(x - before.x) < 60 * ratio)) continue;
+        before = { x, y };
+        ctx.fillStyle = line.colour;
+        ctx.fillText(line.name.length > 20 ? `${line.name.slice(0, 19)}…` : line.name, x, Math.max(plot.bbox.top + 9 * ratio, y));
       }
     }
     ctx.restore();

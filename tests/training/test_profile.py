@@ -576,6 +576,7 @@ def test_profile_command_updates_the_cluster(run: Path, capsys: pytest.CaptureFi
     assert f"worst: {result['worst']}, predicted" in output
     assert "now has 1 run (this run replaced its earlier record)" in output
     assert picture.read_text().startswith("<?xml")
+    assert json.loads(RunFolder(run).profile.read_text()) == result  # the live page reads it
     [row] = file.read(where).calibrations
     assert {fact.source for fact in row.ratios.values()} == {"measured"}
     before = result["time_s"]["step"]["predicted"]
