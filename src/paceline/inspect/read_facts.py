@@ -22,6 +22,7 @@ from paceline.spec import Launch, Spec
 from paceline.units import several, without_controls
 
 MAX_SIBLINGS = 50  # runs of the same folder that are compared, the latest
+MAX_SIBLING_BYTES = 2**26  # of their events together; older ones are left out, as reading may take minutes
 
 
 class _Course:
@@ -117,7 +118,7 @@ def read_facts(run: RunFolder) -> RunFacts:
         run_s=summary.total_s,
         remaining_s=_estimate_remaining_s(course, summary.total_s),
         beats=_read_beats(run, started),
-        siblings=tuple(_find_siblings(run, spec, started)) if spec is not None else (),
+        siblings=tuple(_find_siblings(run, spec, started))[::-1] if spec is not None else (),
         disk_free_bytes=_measure_free_bytes(run.path) if is_running else None,
         notes=tuple(notes),
         plan=_resolve(started),
@@ -221,15 +222,19 @@ def _find_siblings(run: RunFolder, spec: Spec, started: Started | None) -> Itera
         folders = sorted(folders, key=lambda path: path.stat().st_mtime)[-MAX_SIBLINGS:]
     except OSError:
         return
-    for folder in folders:
+    left = MAX_SIBLING_BYTES
+    for folder in reversed(folders):
         if folder.name == run.path.absolute().name:
             continue
         other = RunFolder(folder)
         try:
             if not _is_comparable(other.request()[0], spec):
                 continue
+            left -= other.events.stat().st_size
+            if left < 0:
+                return
             summary = glance(other).summary
-        except Error:
+        except (Error, OSError):
             continue
         start = summary.started
         if (
