@@ -4,11 +4,14 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from command import succeed
 from paceline.events import Evaluated, Step
 from paceline.report.progress import _write_scalars
+from paceline.run import RunFolder
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 ScalarWriter = pytest.importorskip("paceline.report.scalar_writer").ScalarWriter
@@ -62,11 +65,48 @@ def test_named_losses_are_written(tmp_path):
         data_s=0.0,
         samples_per_s=8.0,
     )
-    with _write_scalars(tmp_path) as show:
+    with _write_scalars(RunFolder(tmp_path)) as show:
         show(step)
         show(Evaluated(step=1, metrics={"loss": 2.0, "kl": 0.25}, seconds=1.0))
-    found = {name: read(tmp_path, name) for name in ("train/loss", "train/kl", "validation/kl")}
+    found = {
+        name: read(tmp_path / "tensorboard", name) for name in ("train/loss", "train/kl", "validation/kl")
+    }
     assert found == {"train/loss": [(1, 1.5)], "train/kl": [(1, 0.5)], "validation/kl": [(1, 0.25)]}
+
+
+def read_plugin(folder: Path, plugin: str) -> tuple[Any, dict[str, bytes]]:
+    """Return an accumulator, and the content of a plugin by tag."""
+    board = accumulators.EventAccumulator(str(folder))
+    board.Reload()
+    return board, dict(board.PluginTagToContent(plugin))
+
+
+@pytest.mark.processes
+def test_request_and_notes(tmp_path):
+    """TensorBoard's own readers find the hyper-parameters and the texts."""
+    metadata = pytest.importorskip("tensorboard.plugins.hparams.metadata")
+    words = ("--steps", "3", "--lr", "0.02", "--set", "width=24", "--trace", "2:2", "--run-dir", "run")
+    succeed("train", "digits", *words, at=tmp_path)
+    board, content = read_plugin(tmp_path / "run/tensorboard", "hparams")
+    [start] = content.values()
+    hparams = metadata.parse_session_start_info_plugin_data(start).hparams
+    kinds = {name: (value.WhichOneof("kind"), value) for name, value in hparams.items()}
+    assert kinds["optimizer.lr"][0] == "number_value"
+    assert hparams["optimizer.lr"].number_value == 0.02
+    assert hparams["set.width"].number_value == 24
+    assert hparams["plan"].string_value == "single"
+    assert hparams["compile"].bool_value is False
+    assert kinds["compile"][0] == "bool_value"
+    assert not {"run", "asked"} & set(hparams)
+    board, content = read_plugin(tmp_path / "run/tensorboard", "text")
+    assert set(content) == {"request", "notes"}
+    [request], [note] = board.Tensors("request"), board.Tensors("notes")
+    written = request.tensor_proto.string_val[0].decode()
+    assert written == "\n".join(
+        f"    {line}" for line in (tmp_path / "run/spec.toml").read_text().splitlines()
+    )
+    assert note.step == 2
+    assert note.tensor_proto.string_val[0].decode().startswith("traced step 2: ")
 
 
 def test_folder_that_cannot_be_created(tmp_path):

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from paceline.events import Ended, Evaluated, Event, Failed, Noted, Stalled, Started, Step
 from paceline.output import open_append
+from paceline.report.hyperparameters import read_hyperparameters, read_request_text
 from paceline.report.run_view import view
 from paceline.report.summary import SummaryBuilder
 from paceline.report.text import (
@@ -54,7 +54,7 @@ def watch(
                     else _show_lines(partial(_print, console))
                 )
                 if importlib.util.find_spec("tensorboard") is not None:
-                    shows.append(stack.enter_context(_write_scalars(run.tensorboard)))
+                    shows.append(stack.enter_context(_write_scalars(run)))
             summary.add(event)
             is_resumed |= last is None and isinstance(event, Started) and event.step > 0
             last = event
@@ -162,14 +162,19 @@ def build_tag(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _write_scalars(folder: Path) -> Iterator[Show]:
-    """Write scalars for TensorBoard, at most ten points a second so that short steps are not slowed down."""
+def _write_scalars(run: RunFolder) -> Iterator[Show]:
+    """Write scalars, the request and notes for TensorBoard.
+
+    At most ten points a second are written, so that short steps are not slowed down.
+    """
     writer: ScalarWriter | None = None
-    last = 0.0
+    last, started_s = 0.0, 0.0
 
     def show(event: Event) -> None:
-        nonlocal writer, last
-        if not isinstance(event, (Step, Evaluated)) or (
+        nonlocal writer, last, started_s
+        if isinstance(event, Started):
+            started_s = event.time
+        if not isinstance(event, (Step, Evaluated, Noted)) or (
             isinstance(event, Step) and event.time - last < SCALARS_S
         ):
             return
@@ -177,9 +182,15 @@ def _write_scalars(folder: Path) -> Iterator[Show]:
             from paceline.report.scalar_writer import ScalarWriter
 
             try:
-                writer = ScalarWriter(folder)
+                writer = ScalarWriter(run.tensorboard)
             except OSError:  # the disk is full, or the folder cannot be written
                 return
+            if run.spec.exists():
+                writer.write_hyperparameters(read_hyperparameters(run), started_s)
+                writer.write_text("request", read_request_text(run), 0, started_s)
+        if isinstance(event, Noted):
+            writer.write_text("notes", event.message, event.step, event.time)
+            return
         if isinstance(event, Evaluated):
             values: dict[str, float | None] = {
                 build_tag(name): value for name, value in event.metrics.items()

@@ -1,4 +1,4 @@
-"""A file of scalars and histograms for TensorBoard."""
+"""A file for TensorBoard: scalars, histograms, hyper-parameters and texts."""
 
 import io
 import itertools
@@ -6,11 +6,16 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from paceline.files import append_whole
@@ -35,7 +40,7 @@ def _encode(histogram: Histogram) -> HistogramProto:
 
 
 class ScalarWriter:
-    """A file of scalars and histograms. A full disk loses points, but never damages the file.
+    """A file of values for TensorBoard. A full disk loses points, but never damages the file.
 
     (torch's SummaryWriter writes in a thread, which prints a traceback if the disk is full.)
     """
@@ -48,23 +53,50 @@ class ScalarWriter:
         self._file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
         self._has_version = False
 
+    def write_hyperparameters(self, values: Mapping[str, bool | float | str], wall_time: float) -> None:
+        """Append what TensorBoard compares runs by. `wall_time`: when the training started."""
+        start = SessionStartInfo(start_time_secs=wall_time)
+        for name, value in values.items():
+            if isinstance(value, bool):
+                start.hparams[name].bool_value = value
+            elif isinstance(value, str):
+                start.hparams[name].string_value = value
+            else:
+                start.hparams[name].number_value = value
+        content = HParamsPluginData(session_start_info=start).SerializeToString()
+        nothing = TensorProto(dtype=DT_FLOAT, tensor_shape=TensorShapeProto(dim=[{"size": 0}]))
+        self._write_for_plugin("_hparams_/session_start_info", "hparams", content, nothing, 0, wall_time)
+
+    def write_text(self, tag: str, text: str, step: int, wall_time: float) -> None:
+        """Append a text, which TensorBoard shows as Markdown."""
+        tensor = TensorProto(
+            dtype=DT_STRING, tensor_shape=TensorShapeProto(), string_val=[text.encode("utf-8", "replace")]
+        )
+        self._write_for_plugin(tag, "text", TextPluginData().SerializeToString(), tensor, step, wall_time)
+
+    def _write_for_plugin(
+        self, tag: str, plugin: str, content: bytes, tensor: TensorProto, step: int, wall_time: float
+    ) -> None:
+        data = SummaryMetadata.PluginData(plugin_name=plugin, content=content)
+        value = Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=data), tensor=tensor)
+        self._write_values([value], step, wall_time)
+
     def write(self, values: Mapping[str, float | None], step: int, wall_time: float) -> None:
         """Append the values of a step, by name. `wall_time`: in seconds since the epoch."""
-        self._has_version = self._has_version or self._append(
-            Event(wall_time=wall_time, file_version="brain.Event:2")
-        )
         scalars = [
             Summary.Value(tag=name, simple_value=value) for name, value in values.items() if value is not None
         ]
-        if self._has_version and scalars:
-            self._append(Event(wall_time=wall_time, step=step, summary=Summary(value=scalars)))
+        self._write_values(scalars, step, wall_time)
 
     def write_histograms(self, histograms: Mapping[str, Histogram], step: int, wall_time: float) -> None:
         """Append the histograms of a step, by name."""
+        values = [Summary.Value(tag=name, histo=_encode(value)) for name, value in histograms.items()]
+        self._write_values(values, step, wall_time)
+
+    def _write_values(self, values: Sequence[Summary.Value], step: int, wall_time: float) -> None:
         self._has_version = self._has_version or self._append(
             Event(wall_time=wall_time, file_version="brain.Event:2")
         )
-        values = [Summary.Value(tag=name, histo=_encode(value)) for name, value in histograms.items()]
         if self._has_version and values:
             self._append(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
 
