@@ -262,6 +262,18 @@ def test_a_page_that_is_too_large_has_fewer_points(tmp_path, monkeypatch):
     check_page(Page(whole.to_html()), run.path)
 
 
+def test_samples_that_are_zero_are_named_except_those_of_gpus(tmp_path):
+    run = folder(tmp_path / "r", build_lines(9))
+    run.monitor.mkdir()
+    head = "time [s],swap used [MiB],disk read [MB/s],gpu0 utilization [%]"
+    rows = [f"{1.7e9 + k:.0f},0,{k % 2},0" for k in range(9)]
+    (run.monitor / "n.csv").write_text("\n".join(["# paceline samples 1", "# node: n", head, *rows]) + "\n")
+    page = build(run)
+    titles = [figure["title"] for figure in page.data["figures"] if figure["kind"] == "machine"]
+    assert titles == ["Disk read", "GPU utilization"]
+    assert "0 everywhere: swap used" in page.text
+
+
 def test_too_many_runs_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(write, "MAX_RUNS", 2)
     for name in "abc":

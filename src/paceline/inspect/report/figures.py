@@ -7,6 +7,7 @@ from paceline.inspect.report.run_record import Record
 
 MAX_METRICS = 24  # drawn; the values of all metrics are in the summary
 MAX_MACHINE_FIGURES = 24
+USUALLY_ZERO = ("swap used", "disk read", "disk write", "network in", "network out")
 TITLES = {
     "loss": ("Loss", ""),
     "grad_norm": ("Gradient norm", ""),
@@ -100,37 +101,55 @@ def list_bar_figures(records: Sequence[Record]) -> list[BarFigure]:
     return figures
 
 
+@dataclass(frozen=True)
+class _Samples:
+    """A column of samples of a node: what its line is called, and its values."""
+
+    label: str
+    node: Record
+    column: Record
+
+    @property
+    def is_zero(self) -> bool:
+        return not any(self.column["low"]) and not any(self.column["high"])
+
+
 def list_machine_figures(records: Sequence[Record]) -> list[Figure]:
     """Return a figure for each kind of samples, with a line for each node, rank or GPU."""
-    groups: dict[str, list[tuple[str, str, Record, Record]]] = {}
+    figures = []
+    zero = list_zero_samples(records)
+    for kind, members in _group_samples(records).items():
+        lines = tuple(
+            Line(one.label, at, one.node["time_s"], *(one.column[key] for key in ("mean", "low", "high")))
+            for at, one in enumerate(members)
+        )
+        if kind in zero or not any(value is not None for line in lines for value in line.mean):
+            continue
+        title = " ".join({"cpu": "CPU", "gpu": "GPU"}.get(word, word) for word in kind.split())
+        title = title[:1].upper() + title[1:]
+        unit = members[0].column["unit"]
+        figures.append(Figure(f"machine-{kind}", "machine", title, unit, "time", "s", lines))
+    return figures[:MAX_MACHINE_FIGURES]
+
+
+def list_zero_samples(records: Sequence[Record]) -> list[str]:
+    """Return the kinds of samples that have no figure, because they are usually 0 and are 0 everywhere."""
+    groups = _group_samples(records)
+    return [kind for kind in USUALLY_ZERO if kind in groups and all(one.is_zero for one in groups[kind])]
+
+
+def _group_samples(records: Sequence[Record]) -> dict[str, list[_Samples]]:
+    groups: dict[str, list[_Samples]] = {}
     for record in records:
         for node in record["machine"]:
             for name, column in node["columns"].items():
                 what, number, rest = _split(name)
-                where = " ".join(
-                    filter(
-                        None,
-                        (
-                            record["label"] if len(records) > 1 else "",
-                            node["node"] if len(record["machine"]) > 1 else "",
-                            f"{what}{number}" if number else "",
-                        ),
-                    )
-                )
+                run = record["label"] if len(records) > 1 else ""
+                host = node["node"] if len(record["machine"]) > 1 else ""
+                label = " ".join(filter(None, (run, host, f"{what}{number}" if number else "")))
                 kind = f"{what} {rest}".strip() if number else name
-                groups.setdefault(kind, []).append((where or node["node"], column["unit"], node, column))
-    figures = []
-    for kind, members in list(groups.items())[:MAX_MACHINE_FIGURES]:
-        lines = tuple(
-            Line(label, at, node["time_s"], column["mean"], column["low"], column["high"])
-            for at, (label, _, node, column) in enumerate(members)
-        )
-        if any(value is not None for line in lines for value in line.mean):
-            words = ({"cpu": "CPU", "gpu": "GPU"}.get(word, word) for word in kind.split())
-            title = " ".join(words)
-            title = title[:1].upper() + title[1:]
-            figures.append(Figure(f"machine-{kind}", "machine", title, members[0][1], "time", "s", lines))
-    return figures
+                groups.setdefault(kind, []).append(_Samples(label or node["node"], node, column))
+    return groups
 
 
 def _split(name: str) -> tuple[str, str, str]:

@@ -14,7 +14,13 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from paceline.inspect.report.figures import AXIS_TITLES, Figure, list_curve_figures, list_machine_figures
+from paceline.inspect.report.figures import (
+    AXIS_TITLES,
+    Figure,
+    list_curve_figures,
+    list_machine_figures,
+    list_zero_samples,
+)
 from paceline.inspect.report.run_record import Record
 from paceline.inspect.report.sections import (
     build_breakdown,
@@ -179,7 +185,9 @@ def _build_curves(records: Sequence[Record], figures: Sequence[Figure]) -> str:
 
 
 def _build_machine(records: Sequence[Record], figures: Sequence[Figure], first: int) -> str:
-    notes = build_machine_notes(records)
+    zero = list_zero_samples(records)
+    notes = f'<p class="dim">0 everywhere: {escape(", ".join(zero))}</p>' if zero else ""
+    notes += build_machine_notes(records)
     if not figures:
         return notes
     parts = []
