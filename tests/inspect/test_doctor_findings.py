@@ -73,6 +73,8 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     assert "- the training waits for its input for " in outputs[0].out
     assert "    fix: paceline train runs/a/spec.toml --workers " in outputs[0].out
     assert find_rules(read_found(tmp_path)) == {"slow-input"}
+    assert "waiting for input" not in outputs[2].out
+    assert "growing memory of ranks" in outputs[2].out
     assert outputs[2].out.startswith(
         "gpu.csv: 1 finding\n- GPU 1 was idle (0 %) for the whole 2:00 (costs 50% of the time"
     )

@@ -60,6 +60,7 @@ def test_input_of_a_training_that_waits_for_cores() -> None:
     steps = make_steps(step_s=0.03, data_s=waits)
     assert sentences("slow-input", make_facts(steps=steps, beats=busy)) == []
     assert len(sentences("slow-input", make_facts(steps=steps, beats=free))) == 1
+    assert sentences("slow-input", make_facts(steps=steps)) == []  # of an older version: unknown
     always = make_steps(step_s=0.05, data_s=0.03)
     assert len(sentences("slow-input", make_facts(steps=always, beats=busy))) == 1
     # Workers lose their cores, too: the training waits for 60 % of the time, and had no core for 18 or 40 %.
@@ -77,6 +78,8 @@ def test_ranks_of_one_machine_that_wait_for_cores_are_no_stragglers() -> None:
     late = replace(late, core_wait_s=4.0)
     assert sentences("straggler", make_facts(beats=(even, late))) == []
     assert len(sentences("straggler", make_facts(beats=(even, replace(late, host="node2"))))) == 1
+    # Both had no core for as long, so that this does not explain the difference.
+    assert len(sentences("straggler", make_facts(beats=(replace(even, core_wait_s=4.0), late)))) == 1
 
 
 def test_slow_input_needs_steps() -> None:

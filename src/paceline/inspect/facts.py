@@ -47,6 +47,7 @@ class RunFacts:
     """The facts of a run, or of a recording of samples. What is unknown is None or empty.
 
     path          the run folder or the recording
+    is_recording  whether these are samples without a run
     spec, launch  the request; None if it cannot be read
     started       the last start
     steps         the steps in their order; repeated steps of a resume replace the earlier ones
@@ -64,6 +65,7 @@ class RunFacts:
     """
 
     path: Path
+    is_recording: bool = False
     spec: Spec | None = None
     launch: Launch | None = None
     started: Started | None = None

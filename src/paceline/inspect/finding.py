@@ -45,12 +45,14 @@ class Rule:
     checks        what is checked, as a noun phrase: "waiting for input"
     check         the condition and the evidence; an empty list if nothing is found
     is_simulated  whether the rule was tested on simulated samples only, because no device has shown it yet
+    needs_run     whether it has no meaning for a recording of samples without a run
     """
 
     name: str
     checks: str
     check: Callable[[RunFacts], Outcome]
     is_simulated: bool = False
+    needs_run: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

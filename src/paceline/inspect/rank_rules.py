@@ -40,17 +40,19 @@ def _read_rank_times(facts: RunFacts) -> list[RankTimes] | None:
     if plan is None or not facts.beats:
         return None
     has_own_forward = plan.zero <= 1 and plan.tp == plan.pp == plan.cp == 1
-    is_one_machine = len({beat.host for beat in facts.beats if beat is not None}) == 1
+    beats = [beat for beat in facts.beats if beat is not None and beat.total_steps >= MIN_STEPS]
+    if len(beats) < len(facts.beats):
+        return None
+    waits_s = [(beat.core_wait_s or 0.0) / beat.total_steps for beat in beats]
+    is_one_machine = len({beat.host for beat in beats}) == 1
     times = []
-    for beat in facts.beats:
-        if beat is None or beat.total_steps < MIN_STEPS:
-            return None
+    for beat, wait_s in zip(beats, waits_s, strict=True):
         data_s = beat.total_s.get(DATA, 0.0) / beat.total_steps
         forward_s = beat.total_s.get(FORWARD, 0.0) / beat.total_steps
         forward_s += beat.total_s.get(OWN_CODE, 0.0) / beat.total_steps  # of a loop of the user
         own_s = data_s + (forward_s if has_own_forward else 0.0)
         if is_one_machine:  # other programs use a core of one rank, then of another
-            own_s = max(0.0, own_s - (beat.core_wait_s or 0.0) / beat.total_steps)
+            own_s = max(0.0, own_s - (wait_s - min(waits_s)))
         times.append(RankTimes(own_s, min(data_s, own_s)))
     return times
 

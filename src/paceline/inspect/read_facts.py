@@ -136,7 +136,9 @@ def read_recording(path: Path) -> RunFacts:
     notes = [*samples.notes]
     if samples.damaged:
         notes.append(f"skipped {several(samples.damaged, 'damaged line')} in {path}")
-    return RunFacts(path=path, windows=cut_windows([samples], None, None), notes=tuple(notes))
+    return RunFacts(
+        path=path, is_recording=True, windows=cut_windows([samples], None, None), notes=tuple(notes)
+    )
 
 
 # Columns that no rule reads: a node with many cores has many.

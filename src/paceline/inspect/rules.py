@@ -11,8 +11,10 @@ from paceline.inspect import (
 )
 from paceline.inspect.finding import Rule
 
+# Of rules about samples of GPUs: no device has shown the fault yet.
+GPU = {"is_simulated": True, "needs_run": False}
 RULES = (
-    Rule("device-idle", "idle GPUs", device_rules.check_idle),
+    Rule("device-idle", "idle GPUs", device_rules.check_idle, **GPU),
     Rule("slow-input", "waiting for input", time_rules.check_input),
     Rule("straggler", "a rank slower than the others", rank_rules.check_straggler),
     Rule("communication", "time of communication", rank_rules.check_communication),
@@ -29,14 +31,26 @@ RULES = (
     Rule("ineffective-option", "options without effect", setting_rules.check_ineffective_options),
     Rule("tf32", "TF32 and Tensor Cores by the request", setting_rules.check_tf32, is_simulated=True),
     Rule("convolutions", "formats of convolutions", setting_rules.check_convolutions, is_simulated=True),
-    Rule("tensor-cores", "use of Tensor Cores", device_rules.check_tensor_cores, is_simulated=True),
-    Rule("throttling", "clocks of GPUs", device_rules.check_throttling, is_simulated=True),
-    Rule("gpu-memory", "full memory of GPUs", device_rules.check_full, is_simulated=True),
-    Rule("batch-size", "unused memory of GPUs", device_rules.check_small, is_simulated=True),
-    Rule("shared-gpu", "other jobs on the GPUs", device_rules.check_shared, is_simulated=True),
-    Rule("gpu-errors", "memory errors of GPUs", device_rules.check_memory_errors, is_simulated=True),
-    Rule("memory-growth", "growing memory of ranks", host_rules.check_growth),
-    Rule("memory", "full memory of nodes", host_rules.check_memory),
-    Rule("swapping", "swapping", host_rules.check_swapping),
+    Rule(
+        "tensor-cores",
+        "use of Tensor Cores",
+        device_rules.check_tensor_cores,
+        is_simulated=True,
+        needs_run=False,
+    ),
+    Rule("throttling", "clocks of GPUs", device_rules.check_throttling, **GPU),
+    Rule("gpu-memory", "full memory of GPUs", device_rules.check_full, **GPU),
+    Rule("batch-size", "unused memory of GPUs", device_rules.check_small, **GPU),
+    Rule("shared-gpu", "other jobs on the GPUs", device_rules.check_shared, **GPU),
+    Rule(
+        "gpu-errors",
+        "memory errors of GPUs",
+        device_rules.check_memory_errors,
+        is_simulated=True,
+        needs_run=False,
+    ),
+    Rule("memory-growth", "growing memory of ranks", host_rules.check_growth, needs_run=False),
+    Rule("memory", "full memory of nodes", host_rules.check_memory, needs_run=False),
+    Rule("swapping", "swapping", host_rules.check_swapping, needs_run=False),
     Rule("disk", "free space of the disk", host_rules.check_disk),
 )

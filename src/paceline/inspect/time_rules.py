@@ -48,10 +48,10 @@ def check_input(facts: RunFacts) -> Outcome:
     workers = facts.spec.data.workers if facts.spec is not None else None
     if workers is None:
         workers = _count_default_workers(facts)
-    contention = measure_contention(facts) or 0.0
+    contention = measure_contention(facts)
     data_s, step_s = _measure_input(facts, workers, contention)
     # Workers wait for cores, too, and then the training waits for them.
-    limit = INPUT_SHARE + (WORKERS_CONTENTION * contention if workers else 0.0)
+    limit = INPUT_SHARE + (WORKERS_CONTENTION * (contention or 0.0) if workers else 0.0)
     if not step_s or data_s / step_s < limit or data_s < INPUT_WAIT_S:
         return []
     share = data_s / step_s
@@ -74,11 +74,11 @@ def check_input(facts: RunFacts) -> Outcome:
     return [Evidence(sentence, values, share, f"{facts.again} --workers {needed}")]
 
 
-def _measure_input(facts: RunFacts, workers: int, contention: float) -> tuple[float, float]:
+def _measure_input(facts: RunFacts, workers: int, contention: float | None) -> tuple[float, float]:
     """Return the seconds of waiting for input, and of the whole step."""
-    if not workers and contention > CONTENTION_SHARE:
+    if not workers and (contention is None or contention > CONTENTION_SHARE):
         # A rank that loses its core while it reads seems to wait, in some of the steps.
-        points, own = facts.warm, max(0.1, 1 - contention)
+        points, own = facts.warm, max(0.1, 1 - (contention or 0.0))
         return (
             statistics.median(point.data_s for point in points) * own,
             statistics.median(point.step_s for point in points) * own,
