@@ -18,11 +18,14 @@ pytestmark = pytest.mark.processes
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
-PLANS = ("ddp", "zero1", "zero3", "pp=2", "pp=2,microbatches=2", "tp=2")
+PLANS = ("ddp", "zero1", "zero3", "pp=2", "pp=2,microbatches=2", "tp=2", "cp=2")
 NO_LAYER = "has no linear layer or embedding whose size 2 divides"
+NO_ATTENTION = "calls no F.scaled_dot_product_attention in its blocks"
 REFUSED = {
-    "resnet": {"tp=2": NO_LAYER},
-    "mobilenet": {"tp=2": NO_LAYER},
+    "resnet": {"tp=2": NO_LAYER, "cp=2": NO_ATTENTION},
+    "mobilenet": {"tp=2": NO_LAYER, "cp=2": NO_ATTENTION},
+    "mamba": {"cp=2": NO_ATTENTION},
+    "mamba2": {"cp=2": NO_ATTENTION},
 }
 
 
