@@ -9,6 +9,7 @@ import { ComparePanels } from "./compare";
 import { FindingsPanel } from "./findings";
 import { MachinePanels } from "./machine";
 import { RankMapPanel } from "./map";
+import { PipelinePanel } from "./pipeline";
 import { Panel } from "./panel";
 import { PartsPanels } from "./parts";
 import { Store, type Message, type RunRow } from "./store";
@@ -33,6 +34,7 @@ class Page {
   private readonly machine = new MachinePanels(this.store, (node) => this.go({ node }));
   private readonly map = new RankMapPanel(this.store, (path, query) => this.link(path, query), (map) => this.go({ map }));
   private readonly compare = new ComparePanels(this.store);
+  private readonly pipeline = new PipelinePanel(this.store);
   private stream: EventSource | null = null;
   private isConnected = true;
   private run = "";
@@ -116,12 +118,13 @@ class Page {
     this.isFrameDue = false;
     const changed = this.changed;
     this.changed = new Set();
-    if (isAll || changed.has("curves") || changed.has("gone") || changed.has("machine") || changed.has("comparison")) this.layOut();
+    if (isAll || changed.has("curves") || changed.has("gone") || changed.has("machine") || changed.has("comparison") || changed.has("pipeline")) this.layOut();
     if (isAll || [...changed].some((name) => /^(curve|other|comparison)/.test(name))) this.curves.update();
     if (isAll || changed.has("parts") || changed.has("curves")) this.parts.update();
     if (isAll || changed.has("findings") || changed.has("gone")) this.findings.update();
     if (isAll || [...changed].some((name) => name.startsWith("machine"))) this.machine.update();
     if (isAll || changed.has("comparison") || changed.has("header") || changed.has("origin")) this.compare.update();
+    if (isAll || changed.has("pipeline")) this.pipeline.update();
     if (isAll || changed.has("map")) this.map.update();
     if (isAll || changed.has("log")) this.showLog();
     if (isAll || changed.has("runs")) this.showRuns();
@@ -144,7 +147,9 @@ class Page {
         if (this.compare.isComparing) place(this.compare.comparison);
         place(this.findings.panel, ...(first ? [first, this.parts.step] : []), this.parts.history, this.parts.memory, ...others, this.map.panel);
         wanted.push(this.machineControls);
-        place(...this.machine.panels(), this.log, this.compare.origin);
+        place(...this.machine.panels());
+        if (this.pipeline.isShown) place(this.pipeline.panel);
+        place(this.log, this.compare.origin);
       }
     }
     if (!this.run || (this.store.panels.runs?.length ?? 0) > 1) place(this.runs);

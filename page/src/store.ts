@@ -85,7 +85,21 @@ export interface Findings {
   findings: Finding[];
   checked: string[];
   not_checked: Record<string, string>;
-  problem: string;
+  problem?: string;
+}
+
+/** Stage, kind (forward, backward, weight gradients), micro-batch, begin and end in microseconds. */
+export type Action = [number, number, number, number, number];
+
+export interface Pipeline {
+  problem?: string;
+  step?: number;
+  stages?: number[];
+  actions?: Action[];
+  ideal?: Action[];
+  bubble?: number;
+  ideal_bubble?: number | null;
+  span_us?: number;
 }
 
 export interface Machine {
@@ -127,6 +141,7 @@ export interface Comparison {
 }
 
 export interface Panels {
+  pipeline?: Pipeline | null;
   origin?: Origin;
   comparison?: Comparison;
   machine?: Machine;

@@ -1,6 +1,7 @@
 """The page of `paceline watch` in a headless Chromium that reaches nothing but this machine."""
 
 import contextlib
+import gzip
 import json
 import random
 import shutil
@@ -338,6 +339,32 @@ def test_provenance_is_shown_as_text(runs, server, browser):
     rows = {row[0]: row[1] for row in read_table(browser, "Provenance")}
     assert rows["command"] == f"paceline {EVIL}"
     assert (rows["host"], rows["task"], rows["ranks"]) == ("h1", "my.py:T", "2")
+
+
+def test_traced_pipeline_is_shown_over_its_ideal_schedule(runs, server, browser):
+    lines = build_lines(5)
+    lines[0] |= {"plan": "pp=2,microbatches=2", "ranks": 2}
+    run = folder(runs / "piped", lines)
+    (run.traces / "steps_5-5").mkdir(parents=True)
+    kinds = ("forward", "backward")
+    for rank, begins in ((0, (0, 1, 4, 6)), (1, (1, 3, 2, 4))):
+        events = [{"name": "step 5", "cat": "step", "ts": 0, "dur": 10}]
+        for at, begin in enumerate(begins):
+            args = {"stage": rank, "micro_batch": at % 2}
+            name = f"{kinds[at // 2]} {at % 2}"
+            events.append({"name": name, "cat": "schedule", "ts": begin, "dur": 1, "args": args})
+        text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+        (run.traces / f"steps_5-5/{rank}.json.gz").write_bytes(gzip.compress(text.encode()))
+    open_run(browser, server, "piped")
+    wait(browser, f"!!{panel('Pipeline')}?.querySelector('svg rect')")
+    text = browser.run(f"{panel('Pipeline')}.innerText")
+    assert "step 5" in text
+    assert "ideal 33 %" in text  # (p - 1)/(m + p - 1)
+    assert browser.run(f"{panel('Pipeline')}.querySelectorAll('svg text').length") >= 2
+    rows = read_table(browser, "Pipeline")
+    assert ["1", "backward", "1", "4", "5"] in rows
+    assert len(rows) == 1 + 8
+    shutil.rmtree(run.path)
 
 
 def test_filter_limits_the_curves(server, browser):

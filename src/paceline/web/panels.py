@@ -66,6 +66,7 @@ def build(run: WatchedRun, selection: Selection) -> tuple[Panels, Tables]:
         panels["map"], of_map = build_map(view, selection.map)
         tables |= of_machine | of_map
         panels["findings"] = run.findings.panel
+        panels["pipeline"] = run.pipeline.panel
         panels["origin"] = build_origin(run)
         panels["problems"] = [without_controls(text) for text in view.problems]
     except Error as error:

@@ -17,7 +17,8 @@ from paceline.report.run_view import RunView, glance
 from paceline.report.summary import Summary
 from paceline.run import RunFolder, open_run
 from paceline.units import several, without_controls
-from paceline.web.findings import FindingsWatch
+from paceline.web import findings, pipeline
+from paceline.web.background import BackgroundPanel
 
 MAX_RUNS = 2000  # in the list: those that were written to last
 MAX_VIEWS = 8  # runs whose history is kept in memory
@@ -103,7 +104,8 @@ class WatchedRun:
         self.id, self.folder = run_id, folder
         self.view = RunView(folder)
         self.lock = threading.Lock()
-        self.findings = FindingsWatch(folder)
+        self.findings = BackgroundPanel(lambda: findings.compute_findings(folder), findings.EVERY_S)
+        self.pipeline = BackgroundPanel(self._compute_pipeline, pipeline.EVERY_S)
         self.origin: tuple[Signature, dict[str, Any]] | None = None  # a panel, and of which files it is
         self._signature: Signature = (("", 0, 0),)
 
@@ -114,14 +116,20 @@ class WatchedRun:
             self.view.refresh()
             self._signature = signature
 
-    def sign(self) -> tuple[Signature, bool, int]:
+    def _compute_pipeline(self) -> dict[str, Any] | None:
+        return pipeline.compute_pipeline(
+            self.folder, self.view.log.starts[-1] if self.view.log.starts else None
+        )
+
+    def sign(self) -> tuple[Signature, bool, int, int]:
         """Return a value that differs when there is something new."""
         is_locked = False
         with contextlib.suppress(RunError):
             is_locked = self.folder.is_locked()
         signature = sign(self.folder.events, self.folder.spec, self.folder.profile, *self._find_samples())
         self.findings.poll((signature, is_locked))
-        return signature, is_locked, self.findings.version
+        self.pipeline.poll((sign(*pipeline.find_traces(self.folder)), len(self.view.log.starts)))
+        return signature, is_locked, self.findings.version, self.pipeline.version
 
     def _find_samples(self) -> list[Path]:
         with contextlib.suppress(OSError):
