@@ -52,15 +52,20 @@ def print_on_rank_0(line: str) -> None:
         print(line, flush=True)
 
 
-def main(doc: str, run_rank: Callable[[int], None], sizes: Sequence[int]) -> None:
-    """Run `run_rank(rounds)` on each number of ranks in `sizes`."""
+def main(doc: str, run_rank: Callable[..., None], sizes: Sequence[int], **defaults: int) -> None:
+    """Run `run_rank(rounds, **options)` on each number of ranks in `sizes`.
+
+    defaults: of further options, by name.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
-    rounds = parser.parse_args().rounds
+    for name, default in ({"rounds": 12} | defaults).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = vars(parser.parse_args())
+    rounds = options["rounds"]
     if "RANK" in os.environ:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        run_rank(rounds)
+        run_rank(**options)
         dist.destroy_process_group()
         return
     import machine
@@ -79,6 +84,7 @@ def main(doc: str, run_rank: Callable[[int], None], sizes: Sequence[int]) -> Non
             "--nproc-per-node",
             str(ranks),
         ]
-        command = [*torchrun, sys.argv[0], "--rounds", str(rounds)]
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        command = [*torchrun, sys.argv[0], *words]
         if status := subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
             sys.exit(status)

@@ -39,6 +39,7 @@ SMALLEST = {
     "steps": "--rounds 2 --tries 1",
     "storage": "--rounds 2",
     "tensor": "--rounds 2",
+    "traces": "--rounds 1 --steps 20",
     "works": "--ranks 2 --steps 2 --models uneven",
 }
 NEEDS = {"storage": "fio"}

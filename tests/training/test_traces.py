@@ -5,6 +5,9 @@ import gzip
 import itertools
 import json
 import shlex
+import shutil
+import subprocess
+import sys
 import time
 import zlib
 from pathlib import Path
@@ -305,6 +308,16 @@ def test_commands_of_the_page(tmp_path: Path) -> None:
         for rank in (0, 1):
             found = read_trace(traces / folder / "all.json.gz").find("step", rank)
             assert [step.name for step in found] == names
+
+
+@pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is not installed: pip install py-spy")
+def test_flame_graph(tmp_path: Path) -> None:
+    [line] = read_blocks("docs/traces.md")["flame"].splitlines()
+    program, separator, words = line.partition(" -- paceline ")
+    command = [*shlex.split(program), "--", sys.executable, "-m", "paceline", *shlex.split(words)]
+    assert separator
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=200)
+    assert "_run_steps (" in (tmp_path / "flame.svg").read_text()
 
 
 def measure_with_shifted_clock(shift_ns: int, same_clock: bool) -> tuple[int, int]:
