@@ -153,13 +153,25 @@ def test_what_is_imported_before_forks_starts_no_threads(tmp_path: Path) -> None
     code = f"""
 import os, sys
 from paceline.hf.task import import_model_library
-import_model_library({{"folder": {str(folder)!r}}})
+import_model_library({str(folder)!r})
 assert "transformers.models.llama.modeling_llama" in sys.modules
 print(len(os.listdir("/proc/self/task")))
 """
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert done.stdout == "1\n", done.stderr
+
+
+@pytest.mark.parametrize("words", [("--run-dir", "r"), ()])
+def test_a_refused_request_leaves_no_fork_server(words: tuple[str, ...], tmp_path: Path) -> None:
+    """The fork server starts before the request is checked."""
+    write_task(tmp_path)
+    with start(*WORDS, "--plan", "dp=3", *words, at=tmp_path) as running:
+        result = running.wait()
+        running.wait_until_all_ended()
+    assert result.status == 2, result.all
+    assert "dp=3" in result.all
+    assert {path.name for path in tmp_path.iterdir()} <= {"my.py", "__pycache__"}
 
 
 def test_ranks_are_spawned_if_forks_are_not_safe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 
@@ -13,6 +13,9 @@ from paceline.errors import SpecError
 from paceline.launch.launchers import find_launcher, is_rank
 from paceline.run import RunFolder
 from paceline.spec import Launch, Spec
+
+if TYPE_CHECKING:
+    from paceline.launch.fork_server import RankForkServer
 
 
 def read_request(
@@ -50,17 +53,26 @@ def announce_start(me: World, file: TextIO | None = None) -> None:
         print("starting: importing PyTorch and the task", file=file, flush=True)
 
 
-def start(spec: Spec, launch: Launch, me: World, run: RunFolder | None) -> NoReturn:
+def start(
+    spec: Spec, launch: Launch, me: World, run: RunFolder | None, early: "RankForkServer | None" = None
+) -> NoReturn:
     """Train, and exit with the status of the training.
 
     run: the folder with the request. A rank of another launcher may pass None: the first event then creates
         the folder.
+    early: a fork server that was started before the run folder existed.
     """
     if is_rank(launch, me):
         from paceline.launch.rank_main import run_alone
 
         raise typer.Exit(run_alone(spec, launch, me, run))
     assert run is not None
+    if early is not None:
+        from paceline.launch import local
+        from paceline.launch.fork_server import move_log
+
+        move_log(run)
+        raise typer.Exit(local.start(run, launch.ranks or 1, launch.restarts, early=early))
     raise typer.Exit(find_launcher(launch).start(run, launch))
 
 

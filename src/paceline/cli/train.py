@@ -1,5 +1,6 @@
 """paceline train: train a task on any number of ranks."""
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -39,25 +40,32 @@ def start_run(spec: Spec, launch: Launch, me: World) -> None:
     from paceline import task
     from paceline.cli.launching import announce_start, has_started, start
     from paceline.launch.check_launch import check_launch
+    from paceline.launch.fork_server import early_fork_server
     from paceline.launch.launchers import is_rank
-    from paceline.run import create, reserve
+    from paceline.run import create, release, reserve
 
     if me.restart and (launch.run is None or Path(launch.run).exists()):
         _resume_restarted(launch, me)
         return
     announce_start(me)
-    launch = check_launch(spec, launch, me)
-    spec = spec.model_copy(update={"task": task.resolve_reference(spec.task)})
-    if is_rank(launch, me):
-        start(spec, launch, me, None)
-        return
-    run = create(reserve(launch.run, spec.task), spec, launch)
-    try:
-        start(spec, launch, me, run)
-    except Error:
-        if not has_started(run):
-            run.delete()
-        raise
+    with contextlib.ExitStack() as stack:
+        path = early = None
+        if me.launcher is None and (launch.ranks or 1) > 1:
+            path = reserve(launch.run, task.resolve_reference(spec.task))
+            stack.callback(release, path)
+            early = stack.enter_context(early_fork_server(spec, launch, path))
+        launch = check_launch(spec, launch, me)
+        spec = spec.model_copy(update={"task": task.resolve_reference(spec.task)})
+        if is_rank(launch, me):
+            start(spec, launch, me, None)
+            return
+        run = create(path or reserve(launch.run, spec.task), spec, launch)
+        try:
+            start(spec, launch, me, run, early)
+        except Error:
+            if not has_started(run):
+                run.delete()
+            raise
 
 
 def _resume_restarted(launch: Launch, me: World) -> None:

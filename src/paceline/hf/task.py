@@ -217,15 +217,15 @@ def _find_objective(folder: str, name: str | None) -> Objective:
     return choose_objective(name, open_folder(folder))
 
 
-def import_model_library(fields: Mapping[str, Any]) -> None:
+def import_model_library(reference: str) -> None:
     """Import what the model of a folder needs, and load its tokenizer, for forks of this process.
 
-    fields: of the task. Starts no threads. Raises TaskError.
+    reference: as of the task. Starts no threads. Raises TaskError.
     """
-    folder = open_folder(fields["folder"])
+    folder = open_folder(reference)
     folder.read_config()
-    objective = choose_objective(fields.get("objective"), folder)
-    getattr(import_transformers(), objective.classes()[folder.kind])  # imports the module of the model
+    objective = choose_objective(None, folder)  # all classes of a model are in one module
+    getattr(import_transformers(), objective.classes()[folder.kind])  # imports that module
     load_tokenizer(folder.path)
 
 

@@ -28,8 +28,10 @@ from paceline.launch.spawn import (
     spawn,
 )
 from paceline.run import RunFolder
+from paceline.spec import HF_TASK, Launch, Spec
 
 ACCELERATORS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
+LOG = "fork_server.txt"
 READY, UNSAFE, GO = b"ready", b"unsafe", b"go"
 # A variable that reserves memory in the block that the system shows as the environment of a process.
 ROOM, ROOM_BYTES = "PACELINE_ROOM", 1000
@@ -164,13 +166,20 @@ class ForkServer:
 class RankForkServer(ForkServer):
     """Starts the ranks of a run by forking, or by `spawn` if forking is not possible.
 
-    task_file: see `build_rank_arguments`.
+    task_file, model_folder: see `build_rank_arguments`.
     """
 
     node = "localhost"
 
-    def __init__(self, run: Path, environ: Mapping[str, str], log: IO[bytes], task_file: Path | None = None):
-        super().__init__(build_rank_arguments(run, task_file), environ, log)
+    def __init__(
+        self,
+        run: Path,
+        environ: Mapping[str, str],
+        log: IO[bytes],
+        task_file: Path | None = None,
+        model_folder: str | None = None,
+    ):
+        super().__init__(build_rank_arguments(run, task_file, model_folder), environ, log)
         self._task_file = task_file
 
     def start(self, run: Path, environ: Mapping[str, str], log: Path) -> RankProcess:
@@ -192,10 +201,49 @@ def fork_server(run: RunFolder, ranks: int, task_file: Path | None = None) -> It
         return
     run.ranks.mkdir(exist_ok=True)
     with (
-        open(run.ranks / "fork_server.txt", "wb") as log,
+        open(run.ranks / LOG, "wb") as log,
         contextlib.closing(RankForkServer(run.path, environ, log, task_file)) as server,
     ):
         yield server
+
+
+@contextlib.contextmanager
+def early_fork_server(spec: Spec, launch: Launch, path: Path) -> Iterator[RankForkServer | None]:
+    """Yield a fork server that imports while this process still checks the request.
+
+    None if the number of ranks is not known yet, or if ranks must be spawned. Call `move_log` when the run
+    folder exists. path: of the run folder, before it is created.
+    """
+    ranks = launch.ranks or 1
+    environ = build_shared_environment(ranks)
+    is_local = launch.launcher in (None, "local") and launch.nodes == 1
+    if not is_local or ranks < 2 or not is_safe(environ):
+        yield None
+        return
+    folder = spec.set.get("folder") if spec.task == HF_TASK else None
+    early_log = find_early_log(path)
+    try:
+        log = open(early_log, "xb")  # noqa: SIM115 (closed below)
+    except OSError:  # `create` makes the folder, or reports why it cannot
+        yield None
+        return
+    try:
+        with log, contextlib.closing(RankForkServer(path, environ, log, None, folder)) as server:
+            yield server
+    finally:
+        early_log.unlink(missing_ok=True)
+
+
+def move_log(run: RunFolder) -> None:
+    """Move the log of an early fork server into the run folder."""
+    run.ranks.mkdir(exist_ok=True)
+    with contextlib.suppress(OSError):  # the file was deleted
+        find_early_log(run.path).rename(run.ranks / LOG)
+
+
+def find_early_log(path: Path) -> Path:
+    """Return the log of an early fork server, next to the future run folder."""
+    return path.with_name(f".{path.name}-{LOG}")
 
 
 @contextlib.contextmanager

@@ -50,13 +50,17 @@ def build_shared_environment(ranks: int) -> dict[str, str]:
     return ({"OMP_NUM_THREADS": "1"} if ranks > 1 else {}) | os.environ
 
 
-def build_rank_arguments(run: Path, task_file: Path | None = None) -> list[str]:
+def build_rank_arguments(
+    run: Path, task_file: Path | None = None, model_folder: str | None = None
+) -> list[str]:
     """Return the arguments with which Python becomes a rank whose launcher is this process.
 
     task_file: a task that another process sent (see `launch.sent_task`).
+    model_folder: of a Hugging Face model, if the fork server starts before the run has its request.
     """
     sent = ["--task-file", str(task_file)] if task_file is not None else []
-    return ["-m", "paceline", "rank", *sent, str(run), str(os.getpid())]
+    model = ["--model-folder", model_folder] if model_folder is not None else []
+    return ["-m", "paceline", "rank", *sent, str(run), str(os.getpid()), *model]
 
 
 class Child(Protocol):

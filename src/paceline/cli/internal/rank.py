@@ -20,6 +20,7 @@ def rank(
     launcher: Annotated[int | None, typer.Argument()] = None,
     server: Annotated[int | None, typer.Argument()] = None,
     task_file: Annotated[Path | None, typer.Option()] = None,
+    model_folder: Annotated[str | None, typer.Option()] = None,
 ) -> None:
     """Train as one rank of a run. The environment gives the number of the rank.
 
@@ -28,13 +29,14 @@ def rank(
     server: the descriptor of a socket. This process is then a fork server, and the launcher requests ranks
         over the socket.
     task_file: a task that another process sent (see `launch.sent_task`).
+    model_folder: of a Hugging Face model; for a fork server that starts before the run has its request.
     """
     importer = None
     if server is not None:
         import paceline.launch.rank_main  # noqa: F401 (what every rank needs)
         from paceline.launch.fork_ranks import serve
 
-        _import_model_library(run)
+        _import_model_library(run, model_folder)
         forked = serve(server)
         if forked is None:
             return
@@ -50,14 +52,16 @@ def rank(
     run_started(folder, me, launcher, importer, task_file)
 
 
-def _import_model_library(run: Path) -> None:
+def _import_model_library(run: Path, model_folder: str | None) -> None:
     """Import the library of the model, if Paceline's own task names it: once for all ranks."""
     with contextlib.suppress(Error):  # the ranks report what is wrong
-        spec, _ = open_run(run).next_request()
-        if spec.task == HF_TASK:
+        if model_folder is None:
+            spec, _ = open_run(run).next_request()
+            model_folder = spec.set.get("folder") if spec.task == HF_TASK else None
+        if model_folder is not None:
             from paceline.hf.task import import_model_library
 
-            import_model_library(spec.set)
+            import_model_library(model_folder)
 
 
 def _train_reporting_once(folder: RunFolder, me: World) -> None:
