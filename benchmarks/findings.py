@@ -275,7 +275,8 @@ FAULTS = [
         "unequal stages",
         ("pipeline",),
         ("--ranks", "2", "--plan", "pp=2", "--profile"),
-        fields={"forward_s": 0.04, "slow_in": "forward", "slow_block": 0},
+        fields={"heavy_block": 0},
+        steps=60,
     ),
     Case(
         "one micro-batch in a pipeline",

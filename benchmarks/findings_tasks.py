@@ -74,6 +74,7 @@ class Planted(Task):
     slow_in: str = "data"  # or "forward"
     slow_block: int = -1  # the block that takes forward_s
     forward_s: float = 0.0
+    heavy_block: int = -1  # the block that computes more than the others
     bad_samples: int = 0
     leak_MB: float = 0.0  # per call of the loss
     dead: bool = False  # no gradient reaches the weights
@@ -83,7 +84,8 @@ class Planted(Task):
 
     def model(self) -> nn.Module:
         def block(number: int) -> nn.Module:
-            inner = nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh())
+            hidden = HEAVY if number == self.heavy_block else self.width
+            inner = nn.Sequential(nn.Linear(self.width, hidden), nn.Tanh(), nn.Linear(hidden, self.width))
             slow = self.slow_in == "forward" and (self.slow_block in (-1, number)) and self.forward_s > 0
             once = number == 0 or self.slow_block >= 0
             return Slow(inner, self.forward_s if slow and once else 0.0, self.slow_rank)
@@ -112,5 +114,6 @@ class Planted(Task):
         return losses * 0.0 if self.zero else losses
 
 
+HEAVY = 4096  # hidden units
 LEAKED: list[Tensor] = []
 CALLS: list[int] = []

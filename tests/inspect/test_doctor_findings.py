@@ -1,6 +1,7 @@
 """`paceline doctor` on runs that have ended, on recordings, and on damaged folders."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -189,6 +190,17 @@ def test_damaged_runs_have_notes_and_no_traceback(run: Path, tmp_path: Path) -> 
     assert "skipped 1 damaged line and 1 event of an unknown kind (paused) in events.jsonl" in out
     assert any("0.alive" in note for note in found["notes"])
     assert any("broken.csv has no known column" in note for note in found["notes"])
+    assert found["findings"] == []
+
+
+def test_neighbours_that_are_no_runs_are_skipped(run: Path, tmp_path: Path) -> None:
+    copy_run(run, tmp_path)
+    for name in ("pipe", "empty", "text"):
+        (tmp_path / "runs" / name).mkdir()
+    os.mkfifo(tmp_path / "runs/pipe/spec.toml")
+    (tmp_path / "runs/empty/spec.toml").touch()
+    (tmp_path / "runs/text/spec.toml").write_text("not TOML")
+    _, found = doctor(tmp_path)
     assert found["findings"] == []
 
 

@@ -220,7 +220,8 @@ def _find_siblings(run: RunFolder, spec: Spec, started: Started | None) -> Itera
     if started is None:
         return
     try:
-        folders = [path.parent for path in run.path.absolute().parent.glob("*/spec.toml")]
+        specs = run.path.absolute().parent.glob("*/spec.toml")
+        folders = [path.parent for path in specs if path.is_file()]  # a pipe would block the reader
         folders = sorted(folders, key=lambda path: path.stat().st_mtime)[-MAX_SIBLINGS:]
     except OSError:
         return
