@@ -14,7 +14,7 @@ Verdict = Literal["passes", "warns", "fails", "skipped"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckFinding:
     """A result of one check."""
 
     check: str
@@ -32,21 +32,21 @@ class Check(NamedTuple):
     needs: frozenset[str] = frozenset()
 
 
-def run_checks(context: PreflightContext, checks: Mapping[str, Check]) -> Iterator[Finding]:
+def run_checks(context: PreflightContext, checks: Mapping[str, Check]) -> Iterator[CheckFinding]:
     """Run the checks in order and yield their findings. Continue after a check that fails."""
     failed: set[str] = set()
     skipped: set[str] = set()
     for name, check in checks.items():
         if missing := sorted(check.needs & failed or check.needs & skipped):
             skipped.add(name)
-            yield Finding(name, "skipped", f"requires the result of {' and '.join(missing)}")
+            yield CheckFinding(name, "skipped", f"requires the result of {' and '.join(missing)}")
             continue
         try:
             for verdict, message in check.run(context):
-                yield Finding(name, verdict, message)
+                yield CheckFinding(name, verdict, message)
         except Error as error:
             failed.add(name)
-            yield Finding(name, "fails", str(error))
+            yield CheckFinding(name, "fails", str(error))
         except Exception as error:  # mostly from the task
             failed.add(name)
             stack = [
@@ -55,4 +55,4 @@ def run_checks(context: PreflightContext, checks: Mapping[str, Check]) -> Iterat
             ]
             user_stack = [frame for frame in stack if not frame.file.startswith(PACKAGE)]
             location = describe_location(user_stack) or describe_location(stack)
-            yield Finding(name, "fails", f"{type(error).__name__} in {location}: {error}")
+            yield CheckFinding(name, "fails", f"{type(error).__name__} in {location}: {error}")

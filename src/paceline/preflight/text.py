@@ -8,13 +8,13 @@ from dataclasses import asdict
 from rich.table import Table
 from rich.text import Text
 
-from paceline.preflight.finding import Finding
+from paceline.preflight.finding import CheckFinding
 from paceline.units import several
 
 STYLES = {"passes": "green", "warns": "yellow", "fails": "bold red", "skipped": "dim"}
 
 
-def build_table(findings: Sequence[Finding]) -> Table:
+def build_table(findings: Sequence[CheckFinding]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(no_wrap=True)
@@ -30,7 +30,7 @@ def build_table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def build_summary(findings: Sequence[Finding]) -> str:
+def build_summary(findings: Sequence[CheckFinding]) -> str:
     counts = Counter(finding.verdict for finding in findings)
     if counts["fails"]:
         skipped = f", {counts['skipped']} were skipped" if counts["skipped"] else ""
@@ -38,5 +38,5 @@ def build_summary(findings: Sequence[Finding]) -> str:
     return "no failure found" + (f"; {several(counts['warns'], 'warning')}" if counts["warns"] else "")
 
 
-def to_json(findings: Sequence[Finding]) -> str:
+def to_json(findings: Sequence[CheckFinding]) -> str:
     return json.dumps([asdict(finding) for finding in findings], indent=1) + "\n"
