@@ -149,7 +149,7 @@ def assert_queried_once(at: Path, slurm: Slurm, *runs: tuple[str, str, str]) -> 
 @pytest.mark.slurm
 def test_cancel_saves_a_running_job_and_removes_a_pending_job(slurm, tmp_path):
     """`status` queries Slurm once for both jobs. A second cancel is refused."""
-    slow, run = set_sample_delay(tmp_path / "slow", 0.02), tmp_path / "runs/a"
+    slow, run = set_sample_delay(tmp_path / "slow", 0.1), tmp_path / "runs/a"
     job = submit(slurm, tmp_path, "--time", "10", "--run-dir", "runs/a", SLOW=str(slow))
     pending = submit(slurm, tmp_path, "--nodes", "2", "--ranks-per-node", "4", "--run-dir", "runs/b")
     wait_until(lambda: last_step(run) >= 2, "at step 2", run)

@@ -20,6 +20,7 @@ from paceline.events import Ended, Noted
 from paceline.monitor.node import CpuEnergySensor
 from paceline.monitor.processes import RankSensor, find_descendants, find_run_ranks, process_birth
 from paceline.monitor.sample_writer import file_name_of, open_sample_file
+from paceline.monitor.sampler_main import guess_ranks
 from paceline.monitor.sampler_process import SamplerProcess
 from paceline.monitor.samples import read_samples
 from paceline.monitor.sensor import AbsentSensorError
@@ -173,6 +174,14 @@ def test_only_ranks_of_this_node_and_of_this_start_count(tmp_path, busy):
     (tmp_path / "ranks/8.alive").write_text('{"rank": 8')
     os.mkfifo(tmp_path / "ranks/9.alive")
     assert find_run_ranks(tmp_path / "ranks", range(20), platform.node()) == {0: busy.pid}
+
+
+def test_ranks_of_a_node_are_guessed():
+    """Blocks of ranks, ranks dealt out in turn, and any placement of few ranks."""
+    assert {4, 5, 6, 7} == {*guess_ranks(4, 4, 16)[0]}
+    assert {1, 5, 9, 13} == {*guess_ranks(1, 4, 16)[1]}
+    assert {*range(16)} == {*guess_ranks(1, 4, 16)[2]}
+    assert sum(map(len, guess_ranks(8, 8, 100_000))) <= 16
 
 
 def test_rank_that_starts_late_and_rank_that_ends(tmp_path, busy, start_sampler):

@@ -20,6 +20,7 @@ PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
 NICENESS = 5
 LOOK_S = 1.0  # how often to look whether the parent is alive, besides the signal at its death
 MAX_NOTES = 3
+MAX_READ = 1024  # heartbeats that are read to find the ranks of a node
 
 
 def main(words: list[str]) -> int:
@@ -32,12 +33,14 @@ def main(words: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
     host = platform.node()
-    # Ranks of a node usually have consecutive numbers.
-    near = range(rank, min(size, rank + local_size))
 
     def find() -> dict[int, int]:
-        found = find_run_ranks(run / "ranks", near, host)
-        return found if len(found) == local_size else find_run_ranks(run / "ranks", range(size), host)
+        found: dict[int, int] = {}
+        for candidates in guess_ranks(rank, local_size, size):
+            found = find_run_ranks(run / "ranks", candidates, host)
+            if len(found) == local_size:
+                break
+        return found
 
     writer = open_sample_file(run / "monitor", host)
     sampler = Sampler(RankSensor(find, local_size), run)
@@ -56,6 +59,17 @@ def main(words: list[str]) -> int:
 
     sample(sampler, writer, every_s, is_over)
     return 0
+
+
+def guess_ranks(rank: int, local_size: int, size: int) -> list[range]:
+    """Return which ranks may be on the node of a rank, the most likely first.
+
+    Consecutive ranks, or one rank per node in turn. All ranks only if they are few: each is a file on a
+    shared file system.
+    """
+    nodes = max(1, size // local_size)
+    guesses = [range(rank, min(size, rank + local_size)), range(rank, size, nodes)]
+    return [*guesses, range(size)] if size <= MAX_READ else guesses
 
 
 def die_with_parent(parent: int) -> None:

@@ -11,6 +11,7 @@ import paceline
 from paceline.monitor.sample_writer import CONTINUES
 
 MAX_TEXT_BYTES = 2**14
+STOP_S = 5.0
 
 
 class SamplerProcess:
@@ -84,7 +85,9 @@ class SamplerProcess:
         if self._process is None:
             return
         self._process.kill()
-        self._process.wait()
+        # A file system that does not answer must not delay the end of the training.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
         self._close()
 
 
