@@ -493,7 +493,7 @@ def test_one_sampler_per_node_under_other_launchers(tmp_path, program):
     write_task(tmp_path)
     slow = set_sample_delay(tmp_path / "slow", 0.02)
     run = tmp_path / "r"
-    words = ("train", "my.py:Regression", "--steps", "100", "--batch", "10", "--monitor", "0.1")
+    words = ("train", "my.py:Regression", "--steps", "100", "--batch", "10", "--monitor-every", "0.1")
     with start(*words, "--run-dir", "r", at=tmp_path, program=program, SLOW=str(slow)) as running:
         running.wait_until(lambda: num_samples(run) >= 3, "samples")
         assert len(find_samplers(running)) == 1

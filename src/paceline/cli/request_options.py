@@ -221,9 +221,11 @@ def build_request(
     monitor: Annotated[
         str | None,
         Option(
+            "--monitor",
+            "--monitor-every",
             metavar="SECONDS|off",
             help="Seconds between samples of the processors, memory, disks, network and GPUs of each node, "
-            "or off [default: 1]",
+            "or off; torchrun accepts only the longer name [default: 1]",
             rich_help_panel=RUN,
         ),
     ] = None,

@@ -63,7 +63,10 @@ def resume(
     monitor: Annotated[
         str | None,
         typer.Option(
-            metavar="SECONDS|off", help="Seconds between samples of each node, or off [default: as before]"
+            "--monitor",
+            "--monitor-every",
+            metavar="SECONDS|off",
+            help="Seconds between samples of each node, or off [default: as before]",
         ),
     ] = None,
     trace: Annotated[
