@@ -27,6 +27,7 @@ SMALLEST = {
     "global_loss": "--rounds 2",
     "load_folder": "--gigabytes 0.1 --rounds 2",
     "monitor": "--pairs 2 --block-s 0.2 --seconds 1",
+    "page": "--steps 3000 --runs 5 --events 2",
     "pipeline": "--rounds 2",
     "predicted": "digits --ranks 1 --rounds 1 --seconds 0.01 --json kept.json",
     "published": "mine.csv",

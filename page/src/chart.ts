@@ -133,7 +133,7 @@ export class Chart {
           y: this.isLog ? { distr: 3 } : { range: (_, low, high) => (this.options.isFromZero ? [0, (high ?? 1) * 1.06 || 1] : padded(low, high)) },
         },
         axes: [
-          { ...axis, grid: { show: false }, size: 22, gap: 4, space: 80, values: (_, all) => all.map((value) => textX(value)) },
+          { ...axis, grid: { show: false }, size: 22, gap: 4, space: 80, values: (_, all) => all.map((value, at) => (at && textX(value) === textX(all[at - 1]!) ? "" : textX(value))) },
           { ...axis, size: 58, gap: 4, space: 34, values: (_, all) => all.map((value) => (value === null ? "" : text(value))) },
         ],
         cursor: {

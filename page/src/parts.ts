@@ -2,7 +2,7 @@
 
 import { stackedBars } from "./bars";
 import { Chart, type Line } from "./chart";
-import { h, legend, shade } from "./dom";
+import { h, legend, shade, theme } from "./dom";
 import { AXES, NONE, bytes, percent, seconds } from "./format";
 import { Panel, type Rows } from "./panel";
 import type { PartRow, Parts, Store, Table } from "./store";
@@ -107,7 +107,7 @@ export class PartsPanels {
       this.history.fill(h("p", { class: "empty" }, "The parts appear here with the first profiled step."));
       return;
     }
-    this.history.describe("stacked; profiled steps, mean of the ranks; the dashed line is the predicted step");
+    this.history.describe(parts.time?.some((row) => row[2] !== null) ? "stacked; profiled steps, mean of the ranks; the dashed line is the predicted step" : "stacked; profiled steps, mean of the ranks");
     const names = Object.keys(table).filter((name) => name !== "x" && table[name]!.some((value) => value));
     this.history.fill(this.chart.element, legendOf(names, parts.colours));
     const sums = x.map(() => 0);
@@ -118,7 +118,7 @@ export class PartsPanels {
     });
     lines.reverse(); // the largest sum first, so that the others are drawn over it
     const predicted = (parts.time ?? []).reduce((sum, row) => sum + (row[2] ?? 0), 0);
-    if (predicted) lines.push({ name: "predicted", colour: shade("#1a1d21"), y: x.map(() => predicted), dash: [6, 4], isUnlabelled: true });
+    if (predicted) lines.push({ name: "predicted", colour: theme("fg"), y: x.map(() => predicted), dash: [6, 4], isUnlabelled: true });
     this.chart.update(x, lines);
   }
 }

@@ -73,7 +73,7 @@ def test_figures_have_the_means_of_the_samples(run, chosen, node):
 
 
 def test_map_has_a_row_for_each_rank(run):
-    panel, tables = build_map(view(run), "Processor time")
+    panel, tables = build_map(view(run), "Processor time", view(run).summary.started)
     assert panel["titles"] == ["GPU power", "Processor time"]
     places = [(row["node"], row["rank"], row["dp"], row["tp"]) for row in panel["rows"]]
     assert places == [("node1", 0, 0, 0), ("node1", 1, 0, 1), ("node2", 2, 1, 0), ("node2", 3, 1, 1)]
@@ -88,10 +88,10 @@ def test_map_has_a_row_for_each_rank(run):
 
 def test_map_grows_at_its_end_only(run):
     """A stream then sends only new cells."""
-    _, before = build_map(view(run), "GPU power")
+    _, before = build_map(view(run), "GPU power", None)
     with (run.monitor / "node1.csv").open("a") as file:
         file.write(f"{BEGIN + 703},50,50,50,50,50,50,50\n")
-    _, after = build_map(view(run), "GPU power")
+    _, after = build_map(view(run), "GPU power", None)
     size = len(before["map"]["x"])
     assert after["map"]["x"][:size] == before["map"]["x"]
     assert after["map"]["0"][: size - 1] == before["map"]["0"][: size - 1]
@@ -100,4 +100,4 @@ def test_map_grows_at_its_end_only(run):
 def test_run_without_samples_has_no_figures(tmp_path):
     empty = view(folder(tmp_path / "run", [started(0, BEGIN)]))
     assert build_machine(empty, "") == ({"nodes": [], "node": 0, "figures": []}, {})
-    assert build_map(empty, "") == ({"titles": [], "rows": []}, {})
+    assert build_map(empty, "", None) == ({"titles": [], "rows": []}, {})

@@ -31,7 +31,7 @@ TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".s
 MAX_STREAMS = 32
 MAX_COMPARED = 6  # runs beside the one that is shown
 POLL_S = 0.25
-MAX_SHARE = 0.1  # of the time that the server may read and compute for one page
+MAX_SHARE = 0.25  # of a core that the server may use for one page
 KEEP_ALIVE_S = 15.0
 T = TypeVar("T")
 ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
@@ -116,11 +116,11 @@ class PageServer:
         try:
             sent, signature, silent_since = SentState(), None, time.monotonic()
             while not self._is_closing():
-                began = time.monotonic()
+                spent_s = 0.0
                 now = await asyncio.to_thread(self._sign, watched, *others)
                 if now != signature:
                     signature = now
-                    message = await asyncio.to_thread(
+                    message, spent_s = await asyncio.to_thread(
                         self._build_message, sent, watched, others, selection, fixed
                     )
                     if message:
@@ -129,7 +129,6 @@ class PageServer:
                 if time.monotonic() - silent_since > KEEP_ALIVE_S:
                     yield ": nothing new\n\n"
                     silent_since = time.monotonic()
-                spent_s = time.monotonic() - began
                 await asyncio.sleep(max(POLL_S, spent_s / MAX_SHARE))
         finally:
             self._streams -= 1
@@ -145,7 +144,9 @@ class PageServer:
         others: tuple[WatchedRun, ...],
         selection: Selection,
         fixed: dict[str, object],
-    ) -> str:
+    ) -> tuple[str, float]:
+        """Return a message, and the processor time that it took in seconds."""
+        began = time.thread_time()
         panels = {"runs": self._runs.rows(), "runs_problem": self._runs.problem, **fixed}
         tables: dict[str, dict[str, list[object]]] = {}
         if watched is not None:
@@ -155,7 +156,8 @@ class PageServer:
             panels |= of_run | comparison
             tables |= of_others
         message = sent.advance(nan_to_null(panels), tables)
-        return ENCODER.encode(message | {"now": time.time()}) if message else ""
+        text = ENCODER.encode(message | {"now": time.time()}) if message else ""
+        return text, time.thread_time() - began
 
     async def curve(self, request: Request) -> Response:
         """Answer with the points of one curve between two values of the axis, for a page that zooms in."""

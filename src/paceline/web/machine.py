@@ -77,7 +77,9 @@ def build_machine(view: RunView, chosen: str) -> tuple[dict[str, Any], dict[str,
     return panel, tables
 
 
-def build_map(view: RunView, chosen: str) -> tuple[dict[str, Any], dict[str, Columns]]:
+def build_map(
+    view: RunView, chosen: str, started: Started | None
+) -> tuple[dict[str, Any], dict[str, Columns]]:
     """Return a row for each rank or GPU of all nodes, and their means over equal intervals of time.
 
     chosen: title of the map, else the first of which there are samples is shown."""
@@ -102,7 +104,7 @@ def build_map(view: RunView, chosen: str) -> tuple[dict[str, Any], dict[str, Col
             break
         rows.append({"node": without_controls(node.node), what: number})
         table[str(len(rows) - 1)] = _fill_cells(node, node.columns[name], begin, width, cells)
-    _add_places(rows, view.summary.started)
+    _add_places(rows, started)
     unit = COLUMNS[kind].unit
     return panel | {"title": title, "unit": unit, "what": what, "width_s": width, "rows": rows}, {
         "map": table

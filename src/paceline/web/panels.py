@@ -63,7 +63,7 @@ def build(run: WatchedRun, selection: Selection) -> tuple[Panels, Tables]:
         panels["parts"], tables["parts"] = build_parts(run, axis)
         tables["log"] = build_log(view)
         panels["machine"], of_machine = build_machine(view, selection.node)
-        panels["map"], of_map = build_map(view, selection.map)
+        panels["map"], of_map = build_map(view, selection.map, run.summary.started)
         tables |= of_machine | of_map
         panels["findings"] = run.findings.panel
         panels["pipeline"] = run.pipeline.panel
@@ -101,7 +101,7 @@ def build_comparison(run: WatchedRun, others: Sequence[WatchedRun], panels: Pane
 
 def build_header(run: WatchedRun) -> dict[str, Any]:
     view = run.view
-    summary, started = view.summary, view.summary.started
+    summary, started = run.summary, run.summary.started
     state, sentence = find_state(run.folder, summary)
     header: dict[str, Any] = {"name": show_name(run.folder.path), "state": state, "sentence": sentence}
     times = view.curves.times
@@ -161,7 +161,7 @@ def build_parts(run: WatchedRun, axis: str) -> tuple[dict[str, Any], dict[str, l
         measured = view.break_down()
     except RunError as error:
         return panel | {"problem": str(error)}, table
-    prediction = read_prediction(run.folder, view.summary.started)
+    prediction = read_prediction(run.folder, run.summary.started)
     time = compare_parts(TIME_PARTS, _known(measured.seconds, TIME_PARTS), None)
     memory = compare_parts(MEMORY_PARTS, _known(measured.memory, MEMORY_PARTS), None)
     return panel | {

@@ -26,6 +26,7 @@ LIST_S = 1.0  # between two looks at the folder
 STATES = re.compile("running|done|stopped|interrupted|failed|not started")
 
 Signature = tuple[tuple[str, int, int], ...]
+UNREAD: Signature = (("", 0, 0),)
 
 
 @dataclass
@@ -103,17 +104,19 @@ class WatchedRun:
     def __init__(self, run_id: str, folder: RunFolder):
         self.id, self.folder = run_id, folder
         self.view = RunView(folder)
+        self.summary = self.view.summary  # until the last `refresh`; it takes long for a long run
         self.lock = threading.Lock()
         self.findings = BackgroundPanel(lambda: findings.compute_findings(folder), findings.EVERY_S)
         self.pipeline = BackgroundPanel(self._compute_pipeline, pipeline.EVERY_S)
         self.origin: tuple[Signature, dict[str, Any]] | None = None  # a panel, and of which files it is
-        self._signature: Signature = (("", 0, 0),)
+        self._signature = UNREAD
 
     def refresh(self) -> None:
         """Read what was appended. The lock must be held. Raises RunError for an unreadable file."""
         signature = sign(self.folder.events, *self._find_samples())
         if signature != self._signature:
-            self.view.refresh()
+            if self.view.refresh() or self._signature == UNREAD:
+                self.summary = self.view.summary
             self._signature = signature
 
     def _compute_pipeline(self) -> dict[str, Any] | None:
