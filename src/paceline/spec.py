@@ -345,6 +345,7 @@ class Spec(Value):
         description="steps between histograms of weights, gradients and activations, for TensorBoard"
         " [default: none]",
     )
+    graph: bool = Field(default=False, description="write the graph of the model for TensorBoard")
     nvtx: bool = Field(
         default=False,
         description="mark steps, phases, micro-batches and blocks with NVTX ranges, for Nsight Systems",

@@ -245,6 +245,14 @@ def build_request(
             rich_help_panel=RUN,
         ),
     ] = None,
+    graph: Annotated[
+        bool | None,
+        Option(
+            "--graph/--no-graph",
+            help="Write the graph of the model for TensorBoard [default: --no-graph]",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
     nvtx: Annotated[
         bool | None,
         Option(
@@ -297,6 +305,7 @@ def build_request(
         "monitor": monitor,
         "trace": trace,
         "nvtx": nvtx,
+        "graph": graph,
         "histograms": histograms,
         "device": device,
         "restarts": restarts,

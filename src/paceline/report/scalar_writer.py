@@ -6,10 +6,11 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.graph_pb2 import GraphDef
 from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
@@ -19,6 +20,7 @@ from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from paceline.files import append_whole
+from paceline.report.graph_node import GraphNode
 from paceline.report.histogram import Histogram
 
 _numbers = itertools.count()
@@ -67,6 +69,16 @@ class ScalarWriter:
         nothing = TensorProto(dtype=DT_FLOAT, tensor_shape=TensorShapeProto(dim=[{"size": 0}]))
         self._write_for_plugin("_hparams_/session_start_info", "hparams", content, nothing, 0, wall_time)
 
+    def write_graph(self, nodes: Iterable[GraphNode], wall_time: float) -> None:
+        """Append the graph of a model."""
+        graph = GraphDef()
+        for node in nodes:
+            encoded = graph.node.add(name=node.name, op=node.kind, input=node.sources)
+            shape = encoded.attr["_output_shapes"].list.shape.add()
+            for size in node.shape:
+                shape.dim.add(size=size)
+        self._append_event(Event(wall_time=wall_time, graph_def=graph.SerializeToString()))
+
     def write_text(self, tag: str, text: str, step: int, wall_time: float) -> None:
         """Append a text, which TensorBoard shows as Markdown."""
         tensor = TensorProto(
@@ -94,11 +106,15 @@ class ScalarWriter:
         self._write_values(values, step, wall_time)
 
     def _write_values(self, values: Sequence[Summary.Value], step: int, wall_time: float) -> None:
+        if values:
+            self._append_event(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
+
+    def _append_event(self, event: Event) -> None:
         self._has_version = self._has_version or self._append(
-            Event(wall_time=wall_time, file_version="brain.Event:2")
+            Event(wall_time=event.wall_time, file_version="brain.Event:2")
         )
-        if self._has_version and values:
-            self._append(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
+        if self._has_version:
+            self._append(event)
 
     def close(self) -> None:
         os.close(self._file)

@@ -28,8 +28,9 @@ from paceline.distributed.process_group import (
 from paceline.distributed.world import World, read_world
 from paceline.doctor.heartbeat import DATA, REPORT
 from paceline.doctor.heartbeat_writer import HeartbeatWriter
-from paceline.errors import DivergedError, PlanError
+from paceline.errors import DivergedError, Error, PlanError
 from paceline.events import Ended, Event, Noted, Started
+from paceline.files import reason
 from paceline.parallel.auxiliary_loss import check_auxiliary_loss
 from paceline.parallel.buffer_comparison import describe_different_buffers
 from paceline.parallel.global_loss import check_global_loss
@@ -281,6 +282,7 @@ class TrainingLoop:
         self.checkpoints.clean()
         self.heartbeat.begin(self.step, self.total)
         yield self._started()
+        yield from self._write_graph()
         resumed = self.checkpoints.resumed
         if self.first > 0 and not resumed.evaluated and self.evaluator.is_due(self.step):
             # The evaluation of this step was abandoned when the run stopped.
@@ -321,6 +323,21 @@ class TrainingLoop:
             why=why,
             communication=exposed_communication(self.update.model, self.world.size),
         )
+
+    def _write_graph(self) -> Iterator[Event]:
+        """Write the graph of the model, if it is requested and this start is the first."""
+        run = self.context.run
+        if not self.spec.graph or self.first or run is None or self.world.rank:
+            return
+        from paceline.report.scalar_writer import ScalarWriter
+        from paceline.training.model_graph import build_model_graph
+
+        try:
+            nodes = build_model_graph(self.spec, self.context.task)
+            with contextlib.closing(ScalarWriter(run.tensorboard / "graph")) as writer:
+                writer.write_graph(nodes, time.time())
+        except (Error, OSError) as error:
+            yield Noted(step=self.step, message=f"the graph of the model is not written: {reason(error)}")
 
     def _run_steps(self, source: Iterator[Batch]) -> Iterator[Event]:
         while self.step < self.total and not self.stopping.is_over:

@@ -25,14 +25,14 @@ FOLDER = "histograms"  # below that of the scalars: TensorBoard follows one grow
 
 
 def check_histograms(spec: Spec, plan: ResolvedPlan) -> tuple[str, ...]:
-    """Return notes on requested histograms. Raises an Error if they are impossible."""
+    """Return notes on requested histograms. Raises an Error if they, or a requested graph, are impossible."""
+    option = f"histograms={spec.histograms}" if spec.histograms is not None else "graph=true"
+    if (spec.histograms is not None or spec.graph) and importlib.util.find_spec("tensorboard") is None:
+        raise SpecError(
+            f'{option} requires TensorBoard, which is not installed: pip install "paceline[tensorboard]"'
+        )
     if spec.histograms is None:
         return ()
-    if importlib.util.find_spec("tensorboard") is None:
-        raise SpecError(
-            f"histograms={spec.histograms} requires TensorBoard, which is not installed: "
-            'pip install "paceline[tensorboard]"'
-        )
     if plan.is_asynchronous:
         raise PlanError(f"plan {plan} has other weights on each rank; leave histograms={spec.histograms} out")
     if plan.tp > 1 or plan.cp > 1:
