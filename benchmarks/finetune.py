@@ -8,6 +8,9 @@ and without dropout. Three measurements:
 * speed: tokens/s. The contenders alternate, a block of steps each, and wait in between. The ratio of two
   blocks of the same round counts. A block that other programs disturbed is repeated.
 
+The larger the model, the smaller the share of a step that is not spent in its products of matrices, which
+are the same for all contenders. --width, --layers and --length choose another size.
+
 A library that is not installed, or does not start, is named and left out:
 pip install --constraint constraints.txt --editable ".[bench]"
 
@@ -405,12 +408,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help="of speed, at least 2")
     parser.add_argument("--starts", type=int, default=8, help="rounds of starts, at least 2")
     parser.add_argument("--tries", type=int, default=20, help="attempts if other programs disturb")
-    parser.add_argument("--block", type=int, default=10, help="steps of a turn")
+    parser.add_argument("--block", type=int, default=20, help="steps of a turn")
     parser.add_argument("--steps", type=int, default=20, help="whose losses are compared")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sample")
     parser.add_argument("--batch", type=int, default=16, help="samples of both ranks")
     parser.add_argument("--words", type=int, default=100_000, help="of the text")
     parser.add_argument("--only", nargs="+", choices=LOOPS, metavar="CONTENDER", help=", ".join(LOOPS))
