@@ -966,7 +966,8 @@ def test_doctor_does_not_write_through_a_link(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [("show", "r"), ("status", "r"), ("export", "r", "w.safetensors"), ("logs", "r")]
+    "words",
+    [("show", "r"), ("status", "r"), ("export", "r", "w.safetensors"), ("logs", "r"), ("doctor", "r")],
 )
 def test_reading_a_run_does_not_import_its_task(run, words):
     (run.parent / "evil.py").write_text("open('PWNED', 'w')\n")
