@@ -102,7 +102,7 @@ def list_bar_figures(records: Sequence[Record]) -> list[BarFigure]:
 
 
 @dataclass(frozen=True)
-class _Samples:
+class _SampledColumn:
     """A column of samples of a node: what its line is called, and its values."""
 
     label: str
@@ -138,8 +138,8 @@ def list_zero_samples(records: Sequence[Record]) -> list[str]:
     return [kind for kind in USUALLY_ZERO if kind in groups and all(one.is_zero for one in groups[kind])]
 
 
-def _group_samples(records: Sequence[Record]) -> dict[str, list[_Samples]]:
-    groups: dict[str, list[_Samples]] = {}
+def _group_samples(records: Sequence[Record]) -> dict[str, list[_SampledColumn]]:
+    groups: dict[str, list[_SampledColumn]] = {}
     for record in records:
         for node in record["machine"]:
             for name, column in node["columns"].items():
@@ -148,7 +148,7 @@ def _group_samples(records: Sequence[Record]) -> dict[str, list[_Samples]]:
                 host = node["node"] if len(record["machine"]) > 1 else ""
                 label = " ".join(filter(None, (run, host, f"{what}{number}" if number else "")))
                 kind = f"{what} {rest}".strip() if number else name
-                groups.setdefault(kind, []).append(_Samples(label or node["node"], node, column))
+                groups.setdefault(kind, []).append(_SampledColumn(label or node["node"], node, column))
     return groups
 
 
