@@ -19,6 +19,7 @@ from harness import (
     train_on_this_rank,
 )
 from paceline import Spec, Task, train
+from paceline.errors import PlanError
 from paceline.events import Noted
 from paceline.parallel.context.apply import ContextParallel
 from paceline.parallel.context.sliced_attention import SlicedAttention
@@ -70,6 +71,23 @@ def test_stacks_train_as_one_process(task: Task, size: int, plan: str) -> None:
 @pytest.mark.parametrize("task", [sequences.SharedBias(), sequences.Translation()], ids=str)
 def test_stacks_in_a_pipeline(task: Task) -> None:
     assert not differences_from_single(4, "pp=2,cp=2,microbatches=2", task, SPEC)
+
+
+@pytest.mark.parametrize("second", [7, pytest.param(8, marks=SLOW), pytest.param(3, marks=SLOW)])
+def test_blocks_that_are_called_twice(second: int) -> None:
+    """The output of the first call is input of the second, whose sequences may be too short for slices."""
+    assert not differences_from_single(2, "zero3,cp=2", sequences.Twice(second=second), SPEC)
+
+
+def recompute_error(task: Task) -> str:
+    with pytest.raises(PlanError) as raised:
+        train_on_this_rank(task, SPEC, "cp=2,recompute=full")
+    return str(raised.value)
+
+
+def test_recomputation_of_two_lengths_is_refused() -> None:
+    for error in ranks(2)(recompute_error, sequences.Twice()):
+        assert "blocks.0 (Block) is called with sequences of 7 and 8 positions in one pass" in error
 
 
 def record_lengths(task: Task) -> set[tuple[int, int]]:

@@ -300,3 +300,27 @@ class Translator(nn.Module):
                 tgt_is_causal=True,
             )
         )
+
+
+class Twice(models.Text):
+    """A model that calls its blocks twice, with whole sequences and with their first `second` positions."""
+
+    second: int = 7
+
+    def model(self) -> nn.Module:
+        return TwiceGpt(self.second)
+
+
+class TwiceGpt(Gpt):
+    def __init__(self, second: int):
+        super().__init__()
+        self.second = second
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        whole, first = self.tokens(tokens), self.tokens(tokens[:, : self.second])
+        for block in self.blocks:
+            whole = block(whole)
+        first = first + whole[:, : self.second]
+        for block in self.blocks:
+            first = block(first)
+        return self.output(self.norm(whole + first.mean(1, keepdim=True)))

@@ -166,6 +166,8 @@ class ContextParallel:
                 with fused_layers_disabled():
                     self.learn(lambda: inner(*few_args, **few_kwargs))
                 known.append(structure)
+            for run in self.runs:
+                run.lengths.clear()
             # A layer of torch that passes nested tensors to its blocks would not let them see positions.
             with fused_layers_disabled():
                 return inner(*args, **kwargs)
@@ -278,6 +280,14 @@ class ContextParallel:
         run.length = next(
             leaf.size(dim) for leaf, dim in zip(leaves, splits.arguments, strict=True) if dim is not None
         )
+        run.lengths.add(run.length)
+        if len(run.lengths) > 1 and self.plan.recompute != "none":
+            # A recomputation in the backward pass would take the last length for all.
+            lengths = " and ".join(map(str, sorted(run.lengths)))
+            raise PlanError(
+                f"plan {self.plan}: {self.display_names[run.first]} is called with sequences of {lengths} "
+                "positions in one pass; use recompute=none, or a plan without cp"
+            )
         run.is_sliced = run.length >= MIN_POSITIONS * self.plan.cp
         if run.is_sliced:
             self._start_private_streams()
@@ -300,6 +310,8 @@ class ContextParallel:
     def begin(self, stage: int) -> None:
         """Prepare for the pass of this stage of a pipeline."""
         self.stage = stage
+        for run in self.runs:
+            run.lengths.clear()
         if not self.is_learning and any(stage in run.stages for run in self.runs):
             self._start_private_streams()
 

@@ -64,7 +64,8 @@ def find_sequence_splits(
 ) -> tuple[int | None, SequenceSplits | None]:
     """Return the length of the sequences that attention in a block runs over, and how the block is sliced.
 
-    arguments: args and kwargs, for sequences of `length` positions (None: not known yet).
+    arguments: args and kwargs.
+    length: of their sequences, for a block without attention (None: not known yet).
 
     The returned length is that of the first queries; None if the block has no attention. The returned splits
     are None if the block does not treat positions independently outside of attention.
@@ -87,7 +88,7 @@ def find_sequence_splits(
         except FAILURES:  # such as the use of weights, which attention on slices does not return
             return next(iter(recorded.lengths), None), None
         attended = next(iter(recorded.lengths), None)
-        length = attended if length is None else length
+        length = attended or length
         candidates = [
             index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and length in leaf.shape
         ]

@@ -1,7 +1,7 @@
 """Runs of blocks on slices of the same sequences, chosen from the trials of the blocks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.utils._pytree import TreeSpec
 
@@ -31,10 +31,11 @@ class SlicedRun:
     last: str
     splits: dict[str, list[SequenceSplits]]  # by block; each call with another structure has its own
     stages: range  # of a pipeline, whose input is sliced already
-    length: int  # of the whole sequences of the current pass
+    length: int  # of the whole sequences of the current call
     # Behind the last run all ranks compute the same, and have the same gradient.
     is_final: bool = False
-    is_sliced: bool = True  # whether the sequences of the current pass are long enough
+    is_sliced: bool = True  # whether the sequences of the current call are long enough
+    lengths: set[int] = field(default_factory=set)  # of the sequences of all calls in the current pass
 
     def find_splits(self, unit: str, structure: TreeSpec) -> SequenceSplits | None:
         return next((splits for splits in self.splits[unit] if splits.structure == structure), None)
@@ -110,6 +111,12 @@ def _choose_run(plan: Plan, trials: Sequence[SplitTrial], display_names: Mapping
     splits: dict[str, list[SequenceSplits]] = {}
     for trial in trials[first:]:
         assert trial.splits is not None
+        length = trial.length or length if trial.unit == trials[first].unit else length
+        if trial.length not in (None, length):
+            raise PlanError(
+                f"plan {plan}: sequences have {trial.length} positions in {display_names[trial.unit]} and "
+                f"{length} in the blocks before; use a plan without cp"
+            )
         splits.setdefault(trial.unit, []).append(trial.splits)
     stages = range(trials[first].stage + 1, trials[-1].stage + 1)
-    return SlicedRun(trials[first].unit, trials[-1].unit, splits, stages, length)
+    return SlicedRun(trials[first].unit, trials[-1].unit, splits, stages, trials[first].length or length)
