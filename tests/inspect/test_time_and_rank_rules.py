@@ -78,6 +78,9 @@ def test_ranks_of_one_machine_that_wait_for_cores_are_no_stragglers() -> None:
     late = replace(late, core_wait_s=4.0)
     assert sentences("straggler", make_facts(beats=(even, late))) == []
     assert len(sentences("straggler", make_facts(beats=(even, replace(late, host="node2"))))) == 1
+    # Of two equal ranks, the other waited more.
+    equal = (replace(even, core_wait_s=0.5), replace(even, rank=1, core_wait_s=3.0))
+    assert sentences("straggler", make_facts(beats=equal)) == []
     # Both had no core for as long, so that this does not explain the difference.
     assert len(sentences("straggler", make_facts(beats=(replace(even, core_wait_s=4.0), late)))) == 1
 

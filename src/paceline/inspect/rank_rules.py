@@ -30,6 +30,7 @@ class RankTimes(NamedTuple):
 
     own_s: float
     data_s: float
+    wait_s: float  # for a core, which other ranks of the machine might have instead
 
 
 def _read_rank_times(facts: RunFacts) -> list[RankTimes] | None:
@@ -43,17 +44,15 @@ def _read_rank_times(facts: RunFacts) -> list[RankTimes] | None:
     beats = [beat for beat in facts.beats if beat is not None and beat.total_steps >= MIN_STEPS]
     if len(beats) < len(facts.beats):
         return None
-    waits_s = [(beat.core_wait_s or 0.0) / beat.total_steps for beat in beats]
     is_one_machine = len({beat.host for beat in beats}) == 1
     times = []
-    for beat, wait_s in zip(beats, waits_s, strict=True):
+    for beat in beats:
         data_s = beat.total_s.get(DATA, 0.0) / beat.total_steps
         forward_s = beat.total_s.get(FORWARD, 0.0) / beat.total_steps
         forward_s += beat.total_s.get(OWN_CODE, 0.0) / beat.total_steps  # of a loop of the user
         own_s = data_s + (forward_s if has_own_forward else 0.0)
-        if is_one_machine:  # other programs use a core of one rank, then of another
-            own_s = max(0.0, own_s - (wait_s - min(waits_s)))
-        times.append(RankTimes(own_s, min(data_s, own_s)))
+        wait_s = (beat.core_wait_s or 0.0) / beat.total_steps if is_one_machine else 0.0
+        times.append(RankTimes(own_s, data_s, wait_s))
     return times
 
 
@@ -108,10 +107,14 @@ def _find_by_heartbeat(times: list[RankTimes], step_s: float) -> Straggler | Non
     others = [entry for rank, entry in enumerate(times) if rank != slowest]
     if not others:
         return None
+    own = times[slowest]
     others_s = statistics.median(entry.own_s for entry in others)
-    waits_s = times[slowest].data_s - statistics.median(entry.data_s for entry in others)
-    where = "input" if 2 * waits_s > times[slowest].own_s - others_s else "computing"
-    straggler = Straggler(slowest, times[slowest].own_s, others_s, step_s, where)
+    # Other programs used a core of this rank: what it waited more than the others is not its work.
+    waited_s = max(0.0, own.wait_s - statistics.median(entry.wait_s for entry in others))
+    busy_s = max(others_s, own.own_s - waited_s)
+    reading_s = own.data_s - statistics.median(entry.data_s for entry in others)
+    where = "input" if 2 * reading_s > own.own_s - others_s else "computing"
+    straggler = Straggler(slowest, busy_s, others_s, step_s, where)
     return straggler if _is_slow(straggler) else None
 
 
