@@ -138,6 +138,19 @@ def test_sequences_that_cp_does_not_divide(kind: str, size: int, plan: str) -> N
     assert not differences_from_single(size, plan, sequences.Shorter(kind=kind, length=7), make_spec(SGD))
 
 
+@pytest.mark.parametrize(
+    ("size", "plan", "length"),
+    [
+        (2, "cp=2", 7),
+        pytest.param(4, "zero3,dp=2,cp=2", 8, marks=SLOW),
+        pytest.param(2, "cp=2", 8, marks=SLOW),
+    ],
+)
+def test_batch_norm_in_blocks_sees_the_whole_sequence(size: int, plan: str, length: int) -> None:
+    task = sequences.Shorter(kind="batch norm", length=length)
+    assert not differences_from_single(size, plan, task, make_spec(SGD))
+
+
 def test_text_task_with_evaluation(tmp_path: Path) -> None:
     """The evaluation divides its samples among the ranks; its last batch is short."""
     file = tmp_path / "text"

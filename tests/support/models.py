@@ -99,6 +99,17 @@ class NormedImages(Images):
         )
 
 
+class UntrackedNorm(Images):
+    """A CNN with BatchNorm that has no running statistics, so that metrics would depend on the batches."""
+
+    def dataset(self, split: str) -> Any:
+        return super().dataset(split) if split == "train" else None
+
+    def model(self) -> nn.Module:
+        norm = nn.BatchNorm2d(3, track_running_stats=False)
+        return nn.Sequential(nn.Conv2d(1, 3, 3, bias=False), norm, nn.Tanh(), nn.Flatten(), nn.Linear(108, 7))
+
+
 class Block(nn.Module):
     def __init__(self, width: int):
         super().__init__()

@@ -113,6 +113,7 @@ class VariantBlock(nn.Module):
         nn.init.zeros_(self.conv.weight)  # so that a fresh convolution changes nothing
         nn.init.zeros_(self.conv.bias)
         self.multihead = nn.MultiheadAttention(width, 2, batch_first=True, bias=False)
+        self.batch_norm = nn.BatchNorm1d(width) if kind == "batch norm" else None
 
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor], start: Tensor, condition: Tensor, mask: Tensor | None
@@ -140,6 +141,8 @@ class VariantBlock(nn.Module):
         x = x + mixed.transpose(1, 2).flatten(2) + start * condition[:, None]
         if self.kind == "convolution":
             x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        if self.batch_norm is not None:
+            x = x + self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
         if self.kind == "mean":
             x = x - x.mean(1, keepdim=True)
         return x + F.dropout(

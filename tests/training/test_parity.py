@@ -181,6 +181,13 @@ def test_scalar_parameter_in_mixtures_equals_one_process(plan: str) -> None:
     )
 
 
+@pytest.mark.parametrize("plan", ["ddp", _slow("zero3")])
+def test_batch_norm_without_running_statistics_sees_the_samples_of_all_ranks(plan: str) -> None:
+    spec = make_spec("sgd", "fp64")
+    found = train_on_ranks(2, models.UntrackedNorm(), spec, plan)
+    assert not differences(found, train_on_ranks(1, models.UntrackedNorm(), spec, "single"), 1e-10)
+
+
 @pytest.mark.parametrize("plan", ["ddp", _slow("zero1"), "zero3"])
 def test_local_batch_norm_equals_micro_batches(plan: str) -> None:
     """Each rank normalizes like a micro-batch, but updates the running statistics once, not twice."""

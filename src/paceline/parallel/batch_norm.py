@@ -39,6 +39,11 @@ def unsync_batch_norm(model: nn.Module) -> None:
             module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
+def has_batch_norm(model: nn.Module) -> bool:
+    """Return whether a layer normalizes over samples, with or without running statistics."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
 def find_running_statistics(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of BatchNorm layers by name. Buffers of other layers may mean anything."""
     return {
@@ -90,7 +95,8 @@ def _forward(
     The variance is computed around the mean, in a second sum: E[x²] - E[x]² loses half of the digits.
     """
     self._check_input_dim(x)
-    if not self.training and self.running_mean is not None:
+    # Without running statistics, an evaluation uses those of its batch. Ranks may have no batch at its end.
+    if not self.training:
         return type(self).forward(self, x)
     others = [dim for dim in range(x.dim()) if dim != 1]
     shape = [1, -1] + [1] * (x.dim() - 2)

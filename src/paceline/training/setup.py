@@ -26,7 +26,12 @@ from paceline.distributed.world import World
 from paceline.errors import DataError, PlanError
 from paceline.parallel.apply import check_elementwise, parallelize
 from paceline.parallel.auxiliary_loss import AuxiliaryLoss, has_auxiliary_loss
-from paceline.parallel.batch_norm import average_, find_running_statistics, sync_batch_norm
+from paceline.parallel.batch_norm import (
+    average_,
+    find_running_statistics,
+    has_batch_norm,
+    sync_batch_norm,
+)
 from paceline.parallel.buffer_comparison import BufferComparison
 from paceline.parallel.ddp import release
 from paceline.parallel.forward import has_global_loss
@@ -244,14 +249,20 @@ def build_training(
     fill = fill_with or partial(fill_, weights=analysis.weights, device=device, pretrained=pretrained)
     mesh = build_mesh(plan, device) if plan.splits_model or plan.zero >= 2 else None
     pipeline = _build_pipeline(spec, plan, world, task, device, analysis, mesh) if plan.pp > 1 else None
-    has_statistics = plan.ranks_per_stage > 1 and bool(find_running_statistics(model))
+    has_statistics = plan.ranks_per_stage > 1 and (
+        has_batch_norm(model) or bool(find_running_statistics(model))
+    )
     reductions = read_reductions(read_layout(task), model)
     is_reduced = any(reduction != NONE for reduction in reductions.values())
     sums_samples = is_reduced or has_global_loss(task) or has_auxiliary_loss(task)
     has_group = has_statistics or (plan.dp > 1 and sums_samples)
-    group = _group_with_same_model_part(plan, world.rank) if has_group else None
-    if has_statistics and spec.batch_norm == "global":
-        model = sync_batch_norm(model, device, group, equal_counts=not plan.uneven)
+    group = _group_along(plan, world.rank, "dp") if has_group else None
+    if has_statistics and (spec.batch_norm == "global" or plan.cp > 1):
+        # Ranks of cp may have slices of the same samples, of different lengths.
+        axes = ["dp"] if spec.batch_norm == "global" else []
+        over = _group_along(plan, world.rank, *axes, "cp") if plan.cp > 1 else group
+        equal_counts = not plan.uneven and plan.cp == 1
+        model = sync_batch_norm(model, device, over, equal_counts)
     units = analysis.units.names if analysis.units is not None else None
     called = model
     if pipeline is not None:
@@ -306,7 +317,8 @@ def build_training(
             for buffer in find_running_statistics(model).values()
             if buffer.is_floating_point() and is_materialized(buffer)
         ]
-        step.after_backward.append(partial(average_, statistics, group))
+        if statistics:
+            step.after_backward.append(partial(average_, statistics, group))
     own_buffers = describe_own_buffers(reductions)
     update: TrainingStep | UpdateSequence = step
     if updates:
@@ -523,15 +535,15 @@ def _batch_slice(spec: Spec, plan: ResolvedPlan, world: World) -> RankBatchSlice
     return RankBatchSlice(spec.batch, plan.microbatches, plan.place(world.rank).dp, plan.dp)
 
 
-def _group_with_same_model_part(plan: ResolvedPlan, rank: int) -> dist.ProcessGroup | None:
-    """Return the group of ranks that train the same part of the model on other samples; None: all.
+def _group_along(plan: ResolvedPlan, rank: int, *axes: str) -> dist.ProcessGroup | None:
+    """Return the group of ranks that differ from this rank only on these axes of the plan; None: all ranks.
 
     A collective.
     """
-    if plan.dp == plan.ranks_per_stage and plan.pp == 1:
-        return None
     members: dict[MeshCoordinate, list[int]] = {}
     for other in range(plan.ranks_per_stage * plan.pp):
-        members.setdefault(replace(plan.place(other), dp=0), []).append(other)
+        members.setdefault(replace(plan.place(other), **dict.fromkeys(axes, 0)), []).append(other)
+    if len(members) == 1:
+        return None
     groups = {place: dist.new_group(ranks) for place, ranks in members.items()}
-    return groups[replace(plan.place(rank), dp=0)]
+    return groups[replace(plan.place(rank), **dict.fromkeys(axes, 0))]

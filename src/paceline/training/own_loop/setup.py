@@ -20,7 +20,7 @@ from paceline.distributed.world import World, read_world
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.activation_checkpoint import recompute
 from paceline.parallel.apply import check_elementwise
-from paceline.parallel.batch_norm import sync_batch_norm
+from paceline.parallel.batch_norm import has_batch_norm, sync_batch_norm
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.fsdp import average_scalars_, average_whole_, shard
 from paceline.parallel.reduced_buffers import NONE, read_reductions
@@ -79,7 +79,7 @@ def setup(
     device = next(model.parameters()).device
     if world.size > 1:
         _broadcast_(model)
-        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        if has_batch_norm(model):
             model = sync_batch_norm(model, device, None, equal_counts=False)
     blocks = find_blocks(model, layout if layout is not None else Layout())
     if resolved.recompute != "none":
