@@ -81,7 +81,7 @@ def serve(runs: Path, cache: Path) -> Iterator[Client]:
 def open_run(client: Client) -> tuple[float, Iterator[tuple[dict[str, Any], int]]]:
     """Return the seconds until the curves of the only run have arrived, and its stream."""
     start = time.perf_counter()
-    [row] = next(client.messages())[0]["panels"]["runs"]
+    [row] = next(client.messages())[0]["lists"]["runs"]["rows"]
     stream = client.messages(f"run={row['id']}")
     for message, _ in stream:
         if "curve:step:loss" in message.get("tables", {}):
@@ -124,7 +124,7 @@ def measure_list(folder: Path, run: Path, count: int) -> None:
         (runs / str(number) / "events.jsonl").write_text("".join(small))
     with serve(runs, folder / "cache-many") as client:
         start = time.perf_counter()
-        rows = next(client.messages())[0]["panels"]["runs"]
+        rows = next(client.messages())[0]["lists"]["runs"]["rows"]
         seconds = time.perf_counter() - start
         assert len(rows) == count
         print(f"{f'list of {count} runs':38} {seconds:8.2f} s")

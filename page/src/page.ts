@@ -252,7 +252,7 @@ class Page {
       );
     const heads = [this.run ? "compare" : "", "run", "state", "step", "loss", "samples/s", "plan"];
     const classes = ["tick", "", "", "n", "n", "n wide", "wide"];
-    this.runs.describe("the last written first");
+    this.runs.describe("running ones, then the last written first");
     this.runs.fill(
       h(
         "div",

@@ -167,6 +167,7 @@ export interface Message {
   panels?: Panels;
   tables?: Record<string, Update>;
   removed?: string[];
+  lists?: { runs?: { order?: string[]; rows?: RunRow[] } };
 }
 
 export class Store {
@@ -187,6 +188,14 @@ export class Store {
       }
       this.tables[name] = after;
       changed.add(name);
+    }
+    const runs = message.lists?.runs;
+    if (runs) {
+      const known = new Map((this.panels.runs ?? []).map((row) => [row.id, row]));
+      const order = runs.order ?? [...known.keys()];
+      for (const row of runs.rows ?? []) known.set(row.id, row);
+      this.panels.runs = order.map((id) => known.get(id)).filter((row) => row !== undefined);
+      changed.add("runs");
     }
     for (const name of message.removed ?? []) {
       delete this.tables[name];

@@ -30,7 +30,7 @@ def server(tmp_path_factory):
 
 
 def run_id(server) -> str:
-    return next(server.messages())["panels"]["runs"][0]["id"]
+    return next(server.messages())["lists"]["runs"]["rows"][0]["id"]
 
 
 def test_user_sees_the_page(server):
@@ -207,7 +207,7 @@ def test_damaged_runs_are_listed_with_their_problem(tmp_path):
     os.mkfifo(bad.path / "events.jsonl")  # a reader that opens it would wait forever
     (tmp_path / "no-run").mkdir()
     with watch(tmp_path, at=tmp_path) as watching:
-        rows = {row["name"]: row for row in next(watching.messages())["panels"]["runs"]}
+        rows = {row["name"]: row for row in next(watching.messages())["lists"]["runs"]["rows"]}
         assert {*rows} == {"good", "bad"}
         assert rows["bad"]["state"] == "damaged"
         assert "events.jsonl" in rows["bad"]["problem"]

@@ -108,6 +108,25 @@ def test_build_is_reproducible(checkout):
             assert (checkout / "src/paceline/web/static" / name).read_bytes() == (STATIC / name).read_bytes()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+def test_types_of_the_page_are_right(checkout):
+    """Negative control: a wrong type is found."""
+    page = checkout / "page"
+    done = subprocess.run(
+        ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"],
+        cwd=page, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    if re.search("ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT", done.stderr):
+        pytest.skip("the registry of npm cannot be reached")
+    assert done.returncode == 0, done.stderr
+    check = ["node_modules/.bin/tsc", "-p", "."]
+    checked = subprocess.run(check, cwd=page, capture_output=True, text=True, timeout=120)
+    assert checked.returncode == 0, checked.stdout
+    (page / "src/planted.ts").write_text("export const count: number = 'text';\n")
+    assert subprocess.run(check, cwd=page, capture_output=True, timeout=120).returncode != 0
+
+
 def test_lock_file_has_a_checksum_for_each_package():
     text = (ROOT / "page/package-lock.json").read_text()
     assert text.count('"node_modules/') == text.count('"integrity": "sha512-')

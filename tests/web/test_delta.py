@@ -8,7 +8,7 @@ from paceline.web.delta import SentState
 
 
 def apply(state: dict[str, Any], message: dict[str, Any]) -> None:
-    """Do what the page does, by the words of docs/watch.md."""
+    """Do what page/src/store.ts does."""
     state["panels"] |= message.get("panels", {})
     for name, update in message.get("tables", {}).items():
         before = state["tables"].get(name, {})
@@ -18,6 +18,10 @@ def apply(state: dict[str, Any], message: dict[str, Any]) -> None:
         }
     for name in message.get("removed", []):
         del state["tables"][name]
+    for name, change in message.get("lists", {}).items():
+        known = {row["id"]: row for row in [*state["lists"].get(name, []), *change.get("rows", [])]}
+        order = change.get("order", [row["id"] for row in state["lists"].get(name, [])])
+        state["lists"][name] = [known[key] for key in order]
 
 
 def change(draw: random.Random, table: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -47,7 +51,7 @@ def change(draw: random.Random, table: dict[str, list[Any]]) -> dict[str, list[A
 def test_messages_add_up_to_the_state():
     for seed in range(200):
         draw = random.Random(seed)
-        sent, page = SentState(), {"panels": {}, "tables": {}}
+        sent, page = SentState(), {"panels": {}, "tables": {}, "lists": {}}
         tables: dict[str, Any] = {}
         for _ in range(30):
             for name in "ab":
@@ -56,14 +60,25 @@ def test_messages_add_up_to_the_state():
                 else:
                     tables[name] = change(draw, tables.get(name, {"x": [], "y": []}))
             panels = {"p": draw.randrange(3), "q": [draw.randrange(2)]}
-            apply(page, json.loads(json.dumps(sent.advance(panels, tables))))
-            assert page == {"panels": panels, "tables": tables}
+            rows = [{"id": key, "value": draw.randrange(2)} for key in draw.sample("abcd", draw.randrange(5))]
+            apply(page, json.loads(json.dumps(sent.advance(panels, tables, {"l": rows}))))
+            assert page == {"panels": panels, "tables": tables, "lists": {"l": rows}}
 
 
 def test_unchanged_state_is_not_sent():
     sent = SentState()
     assert sent.advance({"p": 1}, {"a": {"x": [1], "y": [2]}})
     assert sent.advance({"p": 1}, {"a": {"x": [1], "y": [2]}}) == {}
+
+
+def test_list_sends_only_changed_rows():
+    sent = SentState()
+    rows = [{"id": str(at), "step": 0} for at in range(500)]
+    assert len(sent.advance({}, {}, {"runs": rows})["lists"]["runs"]["rows"]) == 500
+    rows[7] = {"id": "7", "step": 1}
+    assert sent.advance({}, {}, {"runs": rows}) == {"lists": {"runs": {"rows": [rows[7]]}}}
+    assert sent.advance({}, {}, {"runs": rows}) == {}
+    assert sent.advance({}, {}, {"runs": rows[1:]})["lists"]["runs"]["order"][0] == "1"
 
 
 def test_traffic_is_proportional_to_new_rows():

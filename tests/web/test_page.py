@@ -329,7 +329,7 @@ def test_comparison_shows_only_what_differs(runs, server, browser):
 
 
 def find_id(server, name: str) -> str:
-    return next(row["id"] for row in next(server.messages())["panels"]["runs"] if row["name"] == name)
+    return next(row["id"] for row in next(server.messages())["lists"]["runs"]["rows"] if row["name"] == name)
 
 
 def test_provenance_is_shown_as_text(runs, server, browser):

@@ -74,7 +74,7 @@ def test_runs_of_another_machine(host, tmp_path):
         running.wait_until(lambda: URL.search(running.output_so_far().out) is not None, "listening")
         name, token = URL.search(running.output_so_far().out).groups()
         watching = Watching(int(name.rpartition(":")[2]), name, token, running).log_in()
-        rows = next(watching.messages())["panels"]["runs"]
+        rows = next(watching.messages())["lists"]["runs"]["rows"]
         assert [row["name"] for row in rows] == ["far"]
         assert watching.ask("", cookie=None).status == 403
         sockets = [*Path("/tmp").glob("paceline-*/socket")]

@@ -147,7 +147,8 @@ class PageServer:
     ) -> tuple[str, float]:
         """Return a message, and the processor time that it took in seconds."""
         began = time.thread_time()
-        panels = {"runs": self._runs.rows(), "runs_problem": self._runs.problem, **fixed}
+        rows = nan_to_null(self._runs.rows())
+        panels = {"runs_problem": self._runs.problem, **fixed}
         tables: dict[str, dict[str, list[object]]] = {}
         if watched is not None:
             with watched.lock:
@@ -155,7 +156,7 @@ class PageServer:
             comparison, of_others = build_comparison(watched, others, of_run)
             panels |= of_run | comparison
             tables |= of_others
-        message = sent.advance(nan_to_null(panels), tables)
+        message = sent.advance(nan_to_null(panels), tables, {"runs": rows})
         text = ENCODER.encode(message | {"now": time.time()}) if message else ""
         return text, time.thread_time() - began
 

@@ -3,20 +3,24 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+Rows = Sequence[Mapping[str, Any]]
 Table = Mapping[str, Sequence[Any]]  # columns of equal length; the first is ascending
 
 
 class SentState:
     """What a page has received.
 
-    A state has panels, which are sent whole if they changed, and tables, of which only changed rows are sent.
-    """
+    A state has panels, which are sent whole if they changed; tables, of which the rows after the first change
+    are sent; and lists of rows with an "id", of which changed rows are sent."""
 
     def __init__(self) -> None:
         self._panels: dict[str, Any] = {}
         self._tables: dict[str, dict[str, list[Any]]] = {}
+        self._lists: dict[str, dict[str, Any]] = {}
 
-    def advance(self, panels: Mapping[str, Any], tables: Mapping[str, Table]) -> dict[str, Any]:
+    def advance(
+        self, panels: Mapping[str, Any], tables: Mapping[str, Table], lists: Mapping[str, Rows] | None = None
+    ) -> dict[str, Any]:
         """Return the message that brings a page to this state; empty if there is no difference."""
         message: dict[str, Any] = {}
         changed = {name: value for name, value in panels.items() if self._panels.get(name, ...) != value}
@@ -31,6 +35,8 @@ class SentState:
         for name in removed:
             del self._tables[name]
         self._panels |= changed
+        if renewed := self._renew_lists(lists or {}):
+            message["lists"] = renewed
         if changed:
             message["panels"] = changed
         if updates:
@@ -38,6 +44,21 @@ class SentState:
         if removed:
             message["removed"] = removed
         return message
+
+    def _renew_lists(self, lists: Mapping[str, Rows]) -> dict[str, Any]:
+        renewed: dict[str, Any] = {}
+        for name, rows in lists.items():
+            old, new = self._lists.get(name), {row["id"]: dict(row) for row in rows}
+            self._lists[name] = new
+            change: dict[str, Any] = {}
+            if old is None or [*old] != [*new]:
+                change["order"] = [*new]
+            changed = [row for key, row in new.items() if old is None or old.get(key) != row]
+            if changed:
+                change["rows"] = changed
+            if change:
+                renewed[name] = change
+        return renewed
 
 
 def _diff(old: dict[str, list[Any]] | None, new: dict[str, list[Any]]) -> dict[str, Any] | None:

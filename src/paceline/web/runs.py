@@ -53,7 +53,7 @@ class RunList:
         self._lock = threading.Lock()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each run, the one that was written to last first."""
+        """Return a row for each run: those that train, by name, then those that were written to last."""
         with self._lock:
             if time.monotonic() - self._looked >= LIST_S:
                 self._look()
@@ -76,6 +76,7 @@ class RunList:
             modified = max((mtime / 1e9 for _, mtime, _ in signature), default=0.0)
             found.append(ListedRun(run_id, folder, signature, modified, _build_row(run_id, folder)))
         found.sort(key=lambda run: run.modified, reverse=True)
+        found.sort(key=lambda run: (run.row["state"] != "running", _running_name(run)))  # stable
         if len(found) > MAX_RUNS:
             self.problem = f"only the {MAX_RUNS} runs that were written to last are listed, of {len(found)}"
         elif not found and not self.problem:
@@ -96,6 +97,11 @@ class RunList:
             while len(self._views) > MAX_VIEWS:
                 self._views.popitem(last=False)
             return watched
+
+
+def _running_name(run: ListedRun) -> str:
+    """Return the name of a run that is written to, so that such runs do not change places all the time."""
+    return run.row["name"] if run.row["state"] == "running" else ""
 
 
 class WatchedRun:
