@@ -287,7 +287,7 @@ class Dropping(Balanced):
 
 @contextlib.contextmanager
 def with_other_draws_in_each_pass() -> Iterator[None]:
-    with replaced(TrainingStep, "_seed_model", lambda _: lambda self, step, microbatch: None):
+    with replaced(TrainingStep, "_begin_microbatch", lambda _: lambda self, step, microbatch: None):
         yield
 
 

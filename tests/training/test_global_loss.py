@@ -251,7 +251,7 @@ def test_buffers_of_both_passes_are_found() -> None:
 
 @contextlib.contextmanager
 def with_other_draws_in_each_pass() -> Iterator[None]:
-    with replaced(TrainingStep, "_seed_model", lambda _: lambda self, step, microbatch: None):
+    with replaced(TrainingStep, "_begin_microbatch", lambda _: lambda self, step, microbatch: None):
         yield
 
 
