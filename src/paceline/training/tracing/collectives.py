@@ -97,25 +97,31 @@ def _group_of(entry: Entry) -> str:
 def _find_group(
     calls: Sequence[ProfiledOp], requested: Mapping[str, Sequence[Entry]], thread: int
 ) -> str | None:
-    """Return the group whose collectives a thread runs: its requests came shortly before they began."""
+    """Return the group whose collectives a thread runs: its requests came shortly before they began.
+
+    Requests from before the profile are unknown.
+    """
     own = [op for op in calls if op.thread == thread]
-    waits_ns = []
+    waits: list[tuple[int, int, str]] = []  # number of unknown requests, sum of waiting times in ns, group
     for group in {_group_of(entry) for entries in requested.values() for entry in entries}:
-        total = 0
+        unknown = total_ns = 0
         for op in own:
             times = [
                 entry["time_created_ns"] for entry in requested.get(op.name, ()) if _group_of(entry) == group
             ]
             before = bisect_right(times, op.begin_ns)
-            if not before:
-                break
-            total += op.begin_ns - times[before - 1]
-        else:
-            waits_ns.append((total, group))
-    waits_ns.sort()
-    if not waits_ns or (len(waits_ns) > 1 and waits_ns[1][0] < CLEAR * waits_ns[0][0]):
+            if before:
+                total_ns += op.begin_ns - times[before - 1]
+            else:
+                unknown += 1
+        if unknown < len(own):
+            waits.append((unknown, total_ns, group))
+    if not waits:
         return None
-    return waits_ns[0][1]
+    waits.sort()
+    unknown, total_ns, group = waits[0]
+    is_clear = len(waits) == 1 or waits[1][0] > unknown or waits[1][1] >= CLEAR * total_ns
+    return group if is_clear else None
 
 
 def _match(ops: Sequence[ProfiledOp], entries: Sequence[Entry]) -> list[tuple[ProfiledOp, Entry]]:
