@@ -419,7 +419,7 @@ def open_run(path: Path, needs_request: bool = True) -> RunFolder:
             f"no such run: {path}"
             + spec_file.suggest(str(path), [str(Path(run).parent) for run in neighbours[-20:]])
         )
-    is_own_loop = not needs_request and (path / "ranks").is_dir()
+    is_own_loop = not needs_request and (path / "ranks").is_dir() and not (path / "events.jsonl").exists()
     if not is_own_loop and not (path / "spec.toml").is_file():
         raise RunError(f"{path} is not a run folder: it has no spec.toml")
     for names, is_right, kind in ((FOLDERS, Path.is_dir, "folder"), (FILES, Path.is_file, "file")):

@@ -66,11 +66,13 @@ def doctor(
     found = find(_add_prediction(folder, facts) if predict else facts)
     if json is not None:
         _write(json, diagnosis, found)
+    # A user's own loop has no request, and records only the state of its ranks.
+    findings = format_findings(found) if folder.spec.exists() else []
     if diagnosis is None:
         first = f"{run} is not running: {_describe_last_state(folder)}"
-        print_parts(first, *(line for line in format_findings(found) if line not in first))
+        print_parts(first, *(line for line in findings if line not in first))
         return
-    print_parts(f"{run}: {format_sentence(diagnosis)}", *format_details(diagnosis), *format_findings(found))
+    print_parts(f"{run}: {format_sentence(diagnosis)}", *format_details(diagnosis), *findings)
     if diagnosis.verdict == "stuck":
         raise typer.Exit(1)
 
