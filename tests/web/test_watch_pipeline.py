@@ -155,6 +155,7 @@ def test_run_without_traces_names_the_option(tmp_path):
         gzip.compress(b"a" * 1000)[:-6],
         gzip.compress(b'"cat":"step"' + b"[" * 60_000),
     ],
+    ids=["no gzip", "half an event", "half a step", "half a file", "deep"],
 )
 def test_damaged_trace_is_one_sentence(tmp_path, data):
     (tmp_path / "0.json.gz").write_bytes(data)
