@@ -95,6 +95,12 @@ class BucketColumn:
         self.count.append(count)
 
 
+def keep_last_of_pairs(*arrays: "array[Any]") -> None:
+    """Keep only the last of each two neighbouring values, in place. A value without a neighbour stays."""
+    for array_ in arrays:
+        array_[:] = array_[1::2] + array_[len(array_) - len(array_) % 2 :]
+
+
 def _reduce(values: Sequence[float]) -> tuple[float, float, float, float, int]:
     total = sum(values)
     if math.isfinite(total):
@@ -252,9 +258,7 @@ class StepCurves:
         firsts: tuple[array[Any], ...] = (self.positions, self.firsts, self.begins)
         for array_ in firsts:
             array_[:] = array_[::2]
-        lasts: tuple[array[Any], ...] = (self.steps, self.samples, self.times, self.elapsed)
-        for array_ in lasts:
-            array_[:] = array_[1::2] + array_[len(array_) - len(single) :]
+        keep_last_of_pairs(self.steps, self.samples, self.times, self.elapsed)
         self.counts[:] = array("q", counts)
         for column in self.columns.values():
             column.halve()

@@ -4,10 +4,9 @@ import bisect
 from array import array
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 from paceline.events import Evaluated, Event, Failed, Noted, Profiled, Saved, Stalled, Started
-from paceline.report.curves import BucketColumn
+from paceline.report.curves import BucketColumn, keep_last_of_pairs
 
 MAX_EVENTS = 1000  # of each kind: the last ones are kept
 MAX_METRICS = 64  # others are counted in `omitted_metrics`
@@ -51,9 +50,7 @@ class EvaluationCurves:
                 column.append_empty(1)
         if len(self.steps) > MAX_EVALUATIONS:
             single = len(self.steps) % 2
-            parts: tuple[array[Any], ...] = (self.steps, self.times)
-            for part in parts:
-                part[:] = part[1::2] + part[len(part) - single :]
+            keep_last_of_pairs(self.steps, self.times)
             for column in self.columns.values():
                 column.halve()
             self._count = self._count if single else self._width + self._count

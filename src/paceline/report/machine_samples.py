@@ -6,13 +6,12 @@ import math
 from array import array
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from paceline.errors import RunError
 from paceline.monitor.columns import kind_of
 from paceline.monitor.samples import FilePosition, read_samples
 from paceline.monitor.table import SampleTable
-from paceline.report.curves import BucketColumn
+from paceline.report.curves import BucketColumn, keep_last_of_pairs
 from paceline.units import several
 
 MAX_SAMPLES = 2**12  # of a node; then neighbours are merged
@@ -146,9 +145,7 @@ class NodeSamples:
     def _halve(self) -> None:
         """Merge each two neighbouring buckets."""
         single = len(self.times) % 2
-        parts: tuple[array[Any], ...] = (self.times, self.energy_J)
-        for part in parts:
-            part[:] = part[1::2] + part[len(part) - single :]
+        keep_last_of_pairs(self.times, self.energy_J)
         for column in self.columns.values():
             column.halve()
         self._count = self._count if single else self._width + self._count
