@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -103,13 +104,7 @@ class DiskSensor(Sensor):
 
     def read(self, now: float) -> Sequence[float | None]:
         counters = psutil.disk_io_counters(perdisk=True, nowrap=False)
-        counts = {}
-        for name in self._disks:
-            if name in counters:
-                counts[f"read {name}"] = float(counters[name].read_bytes)
-                counts[f"write {name}"] = float(counters[name].write_bytes)
-        rates = self._meter.rates(counts, now)
-        return [_total_mb(rates, "read "), _total_mb(rates, "write ")]
+        return _total_rates(self._meter, counters, self._disks, ("read_bytes", "write_bytes"), now)
 
 
 class FreeSpaceSensor(Sensor):
@@ -153,13 +148,7 @@ class NetworkSensor(Sensor):
 
     def read(self, now: float) -> Sequence[float | None]:
         counters = psutil.net_io_counters(pernic=True, nowrap=False)
-        counts = {}
-        for name in self._interfaces:
-            if name in counters:
-                counts[f"in {name}"] = float(counters[name].bytes_recv)
-                counts[f"out {name}"] = float(counters[name].bytes_sent)
-        rates = self._meter.rates(counts, now)
-        return [_total_mb(rates, "in "), _total_mb(rates, "out ")]
+        return _total_rates(self._meter, counters, self._interfaces, ("bytes_recv", "bytes_sent"), now)
 
 
 class CpuEnergySensor(Sensor):
@@ -189,6 +178,20 @@ class CpuEnergySensor(Sensor):
             self._total_uj += count - before if count >= before else count - before + wrap
         self._before = counts
         return [self._total_uj / 1e6]
+
+
+def _total_rates(
+    meter: RateMeter, counters: Mapping[str, Any], devices: Sequence[str], fields: Sequence[str], now: float
+) -> list[float | None]:
+    """Return the rate of each field of counters, in MB/s, as the sum over those devices that exist."""
+    counts = {
+        f"{field} {name}": float(getattr(counters[name], field))
+        for name in devices
+        if name in counters
+        for field in fields
+    }
+    rates = meter.rates(counts, now)
+    return [_total_mb(rates, f"{field} ") for field in fields]
 
 
 def _total_mb(rates: Mapping[str, float | None], begin: str) -> float | None:
