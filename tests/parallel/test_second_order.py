@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import models
+import sequences
 from harness import differences, ranks, train_on_ranks, train_on_this_rank
 from paceline import Spec, Task
+from paceline.errors import PlanError
 from paceline.parallel.tensor.linear import _EnterSplitLinear
 from paceline.spec import Optimizer
 
@@ -92,3 +95,44 @@ def train_with_first_order_only(task: Task, plan: str) -> Any:
 def test_a_sum_without_a_derivative_is_detected() -> None:
     found = ranks(2)(train_with_first_order_only, Slopes(), "tp=2")[0]
     assert differences(found, train_on_ranks(1, Slopes(), SPEC, "single"), 1e-6)
+
+
+class Steep(nn.Module):
+    """Returns the logits of a GPT, and their slope over its embedding."""
+
+    def __init__(self, gpt: nn.Module):
+        super().__init__()
+        self.gpt = gpt
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        # The kernel that has second derivatives.
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            logits = self.gpt(tokens)
+            [slope] = torch.autograd.grad(logits.square().mean(), self.gpt.tokens.weight, create_graph=True)
+        return logits, slope
+
+
+class SteepText(sequences.Variant):
+    kind: str = "nothing"
+
+    def model(self) -> nn.Module:
+        return Steep(super().model())
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        logits, slope = output
+        return super().loss(logits, batch) + slope.square().sum()
+
+
+def return_refusal(task: Task, plan: str) -> str:
+    with pytest.raises(PlanError) as raised:
+        train_on_this_rank(task, SPEC, plan)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "relative bias"], ids=["ring", "gathered keys"])
+def test_cp_refuses_to_differentiate_gradients(kind: str) -> None:
+    task = SteepText(kind=kind)
+    assert train_on_ranks(1, task, SPEC, "single").losses[-1] > 0
+    for error in ranks(2)(return_refusal, task, "cp=2"):
+        assert "the task differentiates gradients (create_graph=True)" in error
+        assert error.endswith("use a plan without cp")

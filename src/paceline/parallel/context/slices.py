@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.errors import PlanError
 from paceline.torch_compat import reduce_scatter_single
 
 
@@ -79,6 +80,15 @@ def _pad(tensor: Tensor, dim: int, size: int) -> Tensor:
     return F.pad(tensor, [0, 0] * dims_after + [0, missing]) if missing else tensor
 
 
+def refuse_second_order() -> None:
+    """Raise PlanError in a backward pass with create_graph=True, whose own derivatives would be wrong."""
+    if torch.is_grad_enabled():
+        raise PlanError(
+            "the task differentiates gradients (create_graph=True), and cp computes only first derivatives "
+            "of blocks on slices of the sequence; use a plan without cp"
+        )
+
+
 class GatherSlices(torch.autograd.Function):
     """Gather slices along `dim` for operations that each rank computes in the same way.
 
@@ -93,6 +103,7 @@ class GatherSlices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_second_order()
         return grad.index_select(ctx.dim, ctx.positions) * ctx.ranks, None, None, None
 
 
@@ -109,4 +120,5 @@ class GatherForSlices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_second_order()
         return reduce_scatter_slices(grad, ctx.dim, ctx.mesh), None, None, None
