@@ -14,6 +14,7 @@ from faults import replaced
 from harness import differences, differences_from_single, ranks, train_on_ranks, train_on_this_rank
 from paceline import Spec, Task, train
 from paceline.data.fake import example_batch
+from paceline.distributed.balance import balance_by_size
 from paceline.distributed.dtensor import local_tensor
 from paceline.distributed.world import read_world
 from paceline.errors import PlanError
@@ -219,8 +220,8 @@ def test_zero1_shards_state_in_mixtures(axis: str) -> None:
 
 
 def test_balance_by_size() -> None:
-    assert optim.balance_by_size([1, 5, 3, 3], 2) == [0, 0, 1, 1]
-    assert optim.balance_by_size([], 2) == []
+    assert balance_by_size([1, 5, 3, 3], 2) == [0, 0, 1, 1]
+    assert balance_by_size([], 2) == []
 
 
 # Tied weights in two stages on one rank

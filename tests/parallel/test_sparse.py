@@ -112,7 +112,7 @@ def _run(task: Task, optimizer: Optimizer) -> Any:
 
 
 def test_find_sparse_parameters() -> None:
-    from paceline.training.optimizer import find_sparse_parameters
+    from paceline.training.sparse_gradients import find_sparse_parameters
 
     assert list(find_sparse_parameters(build_meta_model(sgd(), Words()).model)) == [
         "bag.weight",

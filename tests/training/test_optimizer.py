@@ -13,13 +13,9 @@ from paceline.errors import PlanError, SpecError, TaskError
 from paceline.parallel.apply import check_elementwise
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.spec import Optimizer, Schedule
-from paceline.training.optimizer import (
-    GradientNorm,
-    check_schedule,
-    combine_norms,
-    compute_lr_factor,
-    make_optimizer,
-)
+from paceline.training.gradient_norm import GradientNorm, combine_norms
+from paceline.training.optimizer import make_optimizer
+from paceline.training.schedule import check_schedule, compute_lr_factor
 from paceline.training.step import TrainingStep
 
 CPU = torch.device("cpu")

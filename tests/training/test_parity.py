@@ -32,7 +32,8 @@ from paceline.parallel.forward import call_model
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer, Schedule
 from paceline.training import step
-from paceline.training.optimizer import GradientNorm, combine_norms, local_gradients, local_optimizer, scale_
+from paceline.training.gradient_norm import GradientNorm, combine_norms, local_gradients, scale_
+from paceline.training.optimizer import local_optimizer
 from paceline.training.setup import build_training
 
 pytestmark = pytest.mark.processes

@@ -30,7 +30,7 @@ from paceline.run import RunFolder
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.checkpoint.save import Index, check_same_model, load_, read_index, verify_files
-from paceline.training.optimizer import compute_lr_factor
+from paceline.training.schedule import compute_lr_factor
 from paceline.training.setup import PreparedTraining, TrainingData, build_training, open_data
 from paceline.training.step import TrainingStep
 from paceline.training.step_metrics import ControlFlags, StepMetrics, reduce_metrics_async

@@ -46,10 +46,10 @@ from paceline.training.first_loss import FirstLossCheck
 from paceline.training.histograms.recorder import HistogramRecorder, check_histograms
 from paceline.training.initial_weights import check_initial_weights_once
 from paceline.training.model_analysis import analyze_model, build_meta_model
-from paceline.training.optimizer import check_schedule, compute_lr_factor
 from paceline.training.profiling.profiler import StepProfiler
 from paceline.training.rank_checks import check_ranks
 from paceline.training.read_updates import read_updates
+from paceline.training.schedule import check_schedule, compute_lr_factor
 from paceline.training.setup import (
     PreparedTraining,
     RankContext,

@@ -22,8 +22,8 @@ from paceline.spec import Spec
 from paceline.task import PretrainedSource, Task, read_layout
 from paceline.torch_compat import multiply_experts_of_all_dtypes
 from paceline.training.init.deferred_init import Weights, record
-from paceline.training.optimizer import check_sparse
 from paceline.training.read_updates import assign_parameters, read_updates, tasks_of_passes
+from paceline.training.sparse_gradients import check_sparse
 from paceline.updates import Update
 from paceline.user_code import UserCode
 

@@ -57,8 +57,9 @@ from paceline.training.init.named_tensors import named_tensors
 from paceline.training.init.pretrained import PretrainedWeights
 from paceline.training.local_sgd import LocalSgd, build_local_sgd
 from paceline.training.model_analysis import ModelAnalysis, analyze_model, find_pretrained
-from paceline.training.optimizer import OptimizerReport, coalesce_, find_sparse_parameters, make_optimizer
+from paceline.training.optimizer import OptimizerReport, make_optimizer
 from paceline.training.read_updates import assign_parameters, task_of
+from paceline.training.sparse_gradients import coalesce_, find_sparse_parameters
 from paceline.training.step import TrainingStep
 from paceline.training.update_sequence import UpdatePass, UpdateSequence, unwrap
 from paceline.training.weight_operations import WeightOperations, read_operations

@@ -40,7 +40,8 @@ from paceline.parallel.reduced_buffers import BufferReducer
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.sample_rng import number_samples
 from paceline.task import Task
-from paceline.training.optimizer import GradientNorm, OptimizerStep, combine_norms, scale_
+from paceline.training.gradient_norm import GradientNorm, combine_norms, scale_
+from paceline.training.optimizer_step import OptimizerStep
 from paceline.training.step_metrics import LocalStepStats
 from paceline.user_code import UserCode
 

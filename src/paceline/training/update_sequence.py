@@ -15,7 +15,8 @@ from paceline.doctor.heartbeat import UPDATE
 from paceline.parallel.ddp import release, replicate
 from paceline.spec import Schedule
 from paceline.training.ddp_warmup import warm_up_ddp
-from paceline.training.optimizer import check_schedule, combine_norms, compute_lr_factor
+from paceline.training.gradient_norm import combine_norms
+from paceline.training.schedule import check_schedule, compute_lr_factor
 from paceline.training.step import LossScale, TrainingStep
 from paceline.training.step_metrics import LocalStepStats
 from paceline.updates import Update

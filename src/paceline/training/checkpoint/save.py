@@ -32,6 +32,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
+from paceline.distributed.balance import balance_by_size
 from paceline.distributed.dtensor import is_dtensor, is_materialized
 from paceline.distributed.process_group import SAVE_TIMEOUT_S
 from paceline.errors import CheckpointError
@@ -39,7 +40,7 @@ from paceline.files import is_plain_name, open_regular, reason
 from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
 from paceline.training.init.named_tensors import find_aliases, named_tensors
-from paceline.training.optimizer import balance_by_size, local_optimizer
+from paceline.training.optimizer import local_optimizer
 from paceline.training.stop_policy import StopState
 
 INDEX = "checkpoint.json"

@@ -18,12 +18,12 @@ from paceline.parallel.batch_norm import find_running_statistics
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.optimizer import check_schedule
 from paceline.training.parameter_server.coordinator import STALENESS, Coordinator, serve_until_end
 from paceline.training.parameter_server.partition import assign_slices
 from paceline.training.parameter_server.rpc import Rpc
 from paceline.training.parameter_server.server_shard import ServerShard
 from paceline.training.parameter_server.worker import Worker
+from paceline.training.schedule import check_schedule
 from paceline.training.setup import PreparedTraining, TrainingData, build_training
 from paceline.training.step import TrainingStep
 
