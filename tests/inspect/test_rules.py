@@ -47,5 +47,27 @@ def test_rules_accept_facts_without_anything(rule: Any) -> None:
         make_facts(steps=()),
         replace(make_facts(), spec=None, plan=None, facts={}),
     ):
-        outcome = rule.check(facts)
+        outcome = rule.apply(facts)
         assert isinstance(outcome, (Missing, NotApplicable)) or list(outcome) == []
+
+
+def test_a_recording_is_checked_by_rules_about_samples_only() -> None:
+    """Facts of a run next to it show that each of the other rules applies somewhere."""
+    recording = find(RunFacts(path=Path("gpu.csv"), is_recording=True))
+    mentioned = {*recording.checked, *recording.missing}
+    of_samples = {
+        "device-idle", "tensor-cores", "throttling", "gpu-memory", "batch-size", "shared-gpu", "gpu-errors",
+        "memory-growth", "memory", "swapping",
+    }  # fmt: skip
+    assert mentioned == {BY_NAME[name].checks for name in of_samples}
+    on_gpus = find(make_facts(device="NVIDIA H100", precision="fp16", plan="pp=2"))
+    on_cpus = find(make_facts(precision="bf16"))
+    applied = {name for found in (on_gpus, on_cpus) for name in (*found.checked, *found.missing)}
+    assert applied == {rule.checks for rule in RULES}
+
+
+def test_the_loop_of_a_user_is_checked_by_rules_about_samples() -> None:
+    found = find(RunFacts(path=Path("runs/a"), is_own_loop=True))
+    assert not found.findings
+    assert not any("has not started" in reason for reason in found.missing.values())
+    assert BY_NAME["memory-growth"].checks in found.missing

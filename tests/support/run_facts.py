@@ -160,7 +160,7 @@ def make_windows(folder: Path, rows: dict[str, Sequence[float]], **options: Any)
 
 
 def outcome_of(name: str, facts: RunFacts) -> Any:
-    return BY_NAME[name].check(facts)
+    return BY_NAME[name].apply(facts)
 
 
 def sentences(name: str, facts: RunFacts) -> list[str]:

@@ -48,6 +48,7 @@ class RunFacts:
 
     path          the run folder or the recording
     is_recording  whether these are samples without a run
+    is_own_loop   whether a loop of the user trains, which records heartbeats and samples only
     spec, launch  the request; None if it cannot be read
     started       the last start
     steps         the steps in their order; repeated steps of a resume replace the earlier ones
@@ -66,6 +67,7 @@ class RunFacts:
 
     path: Path
     is_recording: bool = False
+    is_own_loop: bool = False
     spec: Spec | None = None
     launch: Launch | None = None
     started: Started | None = None
@@ -112,6 +114,18 @@ class RunFacts:
     def step_s(self) -> float | None:
         """The median time of a step."""
         return statistics.median(point.step_s for point in self.warm) if self.warm else None
+
+    @property
+    def start(self) -> Started:
+        """The last start, for rules that need it."""
+        assert self.started is not None
+        return self.started
+
+    @property
+    def request(self) -> Spec:
+        """The request, for rules that need it."""
+        assert self.spec is not None
+        return self.spec
 
     @property
     def again(self) -> str:

@@ -11,9 +11,7 @@ def find(facts: RunFacts) -> Findings:
     checked: list[str] = []
     missing: dict[str, str] = {}
     for rule in RULES:
-        if rule.needs_run and facts.is_recording:
-            continue
-        outcome = rule.check(facts)
+        outcome = rule.apply(facts)
         if isinstance(outcome, Missing):
             missing[rule.checks] = outcome.reason
         elif not isinstance(outcome, NotApplicable):

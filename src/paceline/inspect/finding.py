@@ -43,16 +43,23 @@ class Rule:
 
     name          identifier, as in docs/findings.md
     checks        what is checked, as a noun phrase: "waiting for input"
-    check         the condition and the evidence; an empty list if nothing is found
+    check         the condition and the evidence; an empty list if nothing is found. It may rely on `needs`
+    needs         functions that return why the rule cannot be checked, or None; see `needs.py`
     is_simulated  whether the rule was tested on simulated samples only, because no device has shown it yet
-    needs_run     whether it has no meaning for a recording of samples without a run
     """
 
     name: str
     checks: str
     check: Callable[[RunFacts], Outcome]
+    needs: Sequence[Callable[[RunFacts], Missing | NotApplicable | None]] = ()
     is_simulated: bool = False
-    needs_run: bool = True
+
+    def apply(self, facts: RunFacts) -> Outcome:
+        """Return what the rule finds, or which need is not met."""
+        for need in self.needs:
+            if (unmet := need(facts)) is not None:
+                return unmet
+        return self.check(facts)
 
 
 @dataclass(frozen=True, kw_only=True)

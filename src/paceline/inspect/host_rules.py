@@ -170,8 +170,6 @@ def check_disk(facts: RunFacts) -> Outcome:
     free_MiB = facts.disk_free_bytes / MiB if facts.disk_free_bytes is not None else None
     if free_MiB is None and series:
         free_MiB = series[-1][1]
-    if facts.started is None and not facts.windows:
-        return Missing("the run has not started")
     if free_MiB is None:
         return Missing("the free space was not recorded" + facts.why_no_samples)
     save_MiB = max((event.bytes for event in facts.saved[-3:]), default=0) / MiB

@@ -85,12 +85,10 @@ def _range(values: Sequence[float]) -> float:
 
 def check_plateau(facts: RunFacts) -> Outcome:
     """A loss that has not moved since the beginning, or that stopped improving long ago."""
-    started, points = facts.started, facts.steps
-    if started is None:
-        return Missing("the run has not started")
+    points = facts.steps
     if facts.num_steps < MIN_PLATEAU_STEPS or len(points) < MIN_PLATEAU_STEPS // 2:
         return Missing(f"it needs {MIN_PLATEAU_STEPS} steps, got {facts.num_steps}")
-    if points[-1].step < MIN_PLATEAU_SHARE * started.steps:
+    if points[-1].step < MIN_PLATEAU_SHARE * facts.start.steps:
         return Missing(f"it needs {MIN_PLATEAU_SHARE:.0%} of the training, which may begin slowly")
     losses = [point.loss for point in points]
     if not any(losses):
@@ -195,9 +193,7 @@ def _improve_evaluations(facts: RunFacts, share: float) -> float:
 
 def check_overflow(facts: RunFacts) -> Outcome:
     """Updates that fp16 skips because gradients overflow."""
-    if facts.started is None:
-        return Missing("the run has not started")
-    if facts.started.precision != "fp16":
+    if facts.start.precision != "fp16":
         return NOT_APPLICABLE
     if facts.num_warm < MIN_OVERFLOW_STEPS:
         return Missing(f"it needs {MIN_OVERFLOW_STEPS} steps after the first, got {facts.num_warm}")

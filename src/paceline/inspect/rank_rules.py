@@ -81,7 +81,7 @@ def find_straggler(facts: RunFacts) -> Straggler | Missing | None:
     found = _find_by_heartbeat(times, _step_s(facts)) if times is not None else None
     if found is not None:
         return found
-    num_ranks = facts.started.ranks if facts.started is not None else 0
+    num_ranks = facts.start.ranks
     profiles = facts.profiled
     if num_ranks < 2 or len(profiles) < MIN_PROFILES:
         if times is None:
@@ -133,10 +133,6 @@ def _most_common(numbers: list[int]) -> tuple[int, int]:
 
 def check_straggler(facts: RunFacts) -> Outcome:
     """A rank that is busy longer than the others, which wait for it in their collectives."""
-    if facts.started is None:
-        return Missing("the run has not started")
-    if facts.started.ranks < 2 or (facts.plan is not None and facts.plan.servers is not None):
-        return NOT_APPLICABLE
     if facts.plan is not None and facts.plan.pp > 1:
         return NOT_APPLICABLE  # the stages of a pipeline differ by design: see check_pipeline
     found = find_straggler(facts)
@@ -165,11 +161,8 @@ def check_straggler(facts: RunFacts) -> Outcome:
 
 def check_communication(facts: RunFacts) -> Outcome:
     """A step that consists of communication to a large part, without the waiting for a straggler."""
-    started = facts.started
-    if started is None:
-        return Missing("the run has not started")
     plan = facts.plan
-    if started.ranks < 2 or (plan is not None and (plan.pp > 1 or plan.servers is not None)):
+    if plan is not None and plan.pp > 1:
         return NOT_APPLICABLE
     share_step = _measure_communication(facts)
     if share_step is None:
@@ -186,7 +179,7 @@ def check_communication(facts: RunFacts) -> Outcome:
         Evidence(
             f"ranks communicate for {share:.0%} of a step, {format_seconds(share * step_s)} of "
             f"{format_seconds(step_s)}",
-            {"communication_s": share * step_s, "step_s": step_s, "ranks": started.ranks},
+            {"communication_s": share * step_s, "step_s": step_s, "ranks": facts.start.ranks},
             share,
             _choose_plan(facts, plan),
         )
@@ -207,8 +200,7 @@ def _measure_communication(facts: RunFacts) -> tuple[float, float] | None:
 
 def _choose_plan(facts: RunFacts, plan: ResolvedPlan | None) -> str:
     """Return the change of the plan that sends less."""
-    started = facts.started
-    assert started is not None
+    started = facts.start
     compare = (
         f"compare the plans: paceline plan {started.task} --ranks {started.ranks} --batch {started.batch}"
     )
@@ -224,9 +216,7 @@ def _choose_plan(facts: RunFacts, plan: ResolvedPlan | None) -> str:
 
 def check_pipeline(facts: RunFacts) -> Outcome:
     """A pipeline whose stages take unequal time, or that has too few micro-batches."""
-    plan, started = facts.plan, facts.started
-    if started is None:
-        return Missing("the run has not started")
+    plan = facts.plan
     if plan is None or plan.pp < 2:
         return NOT_APPLICABLE
     if not facts.profiled:
@@ -265,11 +255,7 @@ def check_pipeline(facts: RunFacts) -> Outcome:
 
 def check_scaling(facts: RunFacts) -> Outcome:
     """A run that is hardly faster than a comparable run on fewer cores or devices."""
-    started = facts.started
-    if started is None:
-        return Missing("the run has not started")
-    if started.ranks < 2:
-        return NOT_APPLICABLE
+    started = facts.start
     if facts.num_warm < MIN_STEPS:
         return Missing(f"it needs {MIN_STEPS} steps after the first, got {facts.num_warm}")
     mine = Sibling(

@@ -12,16 +12,12 @@ MIN_CONVOLUTIONS = 3  # in a model with fewer, other layers dominate
 DEFAULTS = Optimizer()
 RANKS_PER_CORE = 2  # more are never useful; up to two try a plan on a small machine
 
-_NO_REQUEST = Missing("the request of the run cannot be read")
-_NO_START = Missing("the run has not started")
 _NO_FACTS = Missing("the run was started by a version that did not record the machine")
 
 
 def check_precision(facts: RunFacts) -> Outcome:
     """A precision in which the device cannot compute, so that it converts values back and forth."""
-    started = facts.started
-    if started is None:
-        return _NO_START
+    started = facts.start
     if started.precision not in ("bf16", "fp16"):
         return NOT_APPLICABLE
     native = facts.facts.get("native_precision")
@@ -45,13 +41,9 @@ def check_precision(facts: RunFacts) -> Outcome:
 
 def check_ineffective_options(facts: RunFacts) -> Outcome:
     """Options that were set and change nothing."""
-    if facts.spec is None:
-        return _NO_REQUEST
-    if facts.started is None:
-        return _NO_START
     return [
         Evidence(f"{option} has no effect: {reason}", fix=f"leave it out, or {fix}")
-        for option, reason, fix in _find_ineffective(facts.spec, facts)
+        for option, reason, fix in _find_ineffective(facts.request, facts)
     ]
 
 
@@ -116,11 +108,7 @@ def _device(facts: RunFacts) -> str:
 
 def check_threads(facts: RunFacts) -> Outcome:
     """More threads than cores: threads take turns, and a rank that waits for a core delays all ranks."""
-    started = facts.started
-    if started is None:
-        return _NO_START
-    if not facts.is_cpu:
-        return NOT_APPLICABLE
+    started = facts.start
     cores, ranks = facts.facts.get("cores"), facts.facts.get("local_ranks")
     if not cores or not ranks:
         return _NO_FACTS
@@ -146,16 +134,12 @@ def check_threads(facts: RunFacts) -> Outcome:
 
 def check_tf32(facts: RunFacts) -> Outcome:
     """Products in float32 on a GPU whose Tensor Cores are unused."""
-    if facts.spec is None:
-        return _NO_REQUEST
-    if facts.started is None:
-        return _NO_START
-    if facts.is_cpu or facts.spec.precision != "fp32":
+    if facts.request.precision != "fp32":
         return NOT_APPLICABLE
     capability = facts.facts.get("capability")
     if capability is None:
         return Missing("the compute capability of the GPU was not recorded")
-    if facts.spec.tf32 or capability < TENSOR_CORES:
+    if facts.request.tf32 or capability < TENSOR_CORES:
         return []
     use = "--tf32, or --precision bf16" if capability >= TF32_CAPABILITY else "--precision fp16"
     return [
@@ -170,11 +154,6 @@ def check_tf32(facts: RunFacts) -> Outcome:
 
 def check_convolutions(facts: RunFacts) -> Outcome:
     """Convolutions on a GPU without channels_last (with 16-bit types) or without cudnn.benchmark."""
-    started = facts.started
-    if started is None:
-        return _NO_START
-    if facts.is_cpu:
-        return NOT_APPLICABLE
     convolutions = facts.facts.get("convolutions")
     if convolutions is None:
         return _NO_FACTS
@@ -182,7 +161,9 @@ def check_convolutions(facts: RunFacts) -> Outcome:
         return []
     found = []
     values = {name: facts.facts.get(name, 0.0) for name in ("convolutions", "channels_last")}
-    uses_tensor_cores = started.precision in ("bf16", "fp16") or (facts.spec is not None and facts.spec.tf32)
+    uses_tensor_cores = facts.start.precision in ("bf16", "fp16") or (
+        facts.spec is not None and facts.spec.tf32
+    )
     if uses_tensor_cores and not facts.facts.get("channels_last"):
         found.append(
             Evidence(

@@ -30,11 +30,7 @@ GOOD_SAVE_SHARE = 0.02
 def lacks_steps(facts: RunFacts) -> Missing | None:
     """Return what is missing if there are too few steps after the warm-up, else None."""
     if facts.num_warm < MIN_STEPS:
-        return Missing(
-            f"it needs {MIN_STEPS} steps after the first, got {facts.num_warm}"
-            if facts.steps
-            else "the run has no step yet"
-        )
+        return Missing(f"it needs {MIN_STEPS} steps after the first, got {facts.num_warm}")
     seconds = weighted_sum(facts.warm, [point.step_s for point in facts.warm])
     if seconds < MIN_WARM_S:
         return Missing(f"it needs steps of {MIN_WARM_S} s together, got {format_seconds(seconds)}")
@@ -106,8 +102,6 @@ def _without_stalls(points: tuple[StepPoint, ...]) -> tuple[StepPoint, ...]:
 
 def check_evaluations(facts: RunFacts) -> Outcome:
     """Evaluations that take a large share of the time, and how often they should run."""
-    if facts.started is None or not facts.steps:
-        return Missing("the run has no step yet")
     if len(facts.evaluated) < MIN_EVALUATIONS:
         return Missing(f"it needs {MIN_EVALUATIONS} evaluations, got {len(facts.evaluated)}")
     each_s = statistics.median(event.seconds for event in facts.evaluated)
@@ -124,7 +118,7 @@ def check_evaluations(facts: RunFacts) -> Outcome:
     steps = [event.step for event in facts.evaluated]
     every = max(1, round(statistics.median(b - a for a, b in itertools.pairwise(steps))))
     wanted = _round_up(each_s * (1 - GOOD_EVALUATION_SHARE) / (GOOD_EVALUATION_SHARE * max(step_s, 1e-6)))
-    wanted = min(max(wanted, every + 1), max(facts.started.steps, every + 1))
+    wanted = min(max(wanted, every + 1), max(facts.start.steps, every + 1))
     sentence = (
         f"evaluations take {share:.0%} of the time: {format_seconds(each_s)} each, every "
         f"{several(every, 'step').removeprefix('1 ')}"
@@ -142,9 +136,7 @@ def check_evaluations(facts: RunFacts) -> Outcome:
 
 def check_checkpoints(facts: RunFacts) -> Outcome:
     """Saves that block the training for a large share of the time."""
-    if facts.started is None or not facts.steps:
-        return Missing("the run has no step yet")
-    last = facts.started.steps
+    last = facts.start.steps
     saves = [event for event in facts.saved if event.step < last]
     if len(saves) < MIN_SAVES:
         return Missing(f"it needs {MIN_SAVES} checkpoints before the end, got {len(saves)}")

@@ -78,6 +78,23 @@ COLUMNS = {
         ("gpuN other processes", "processes", "those that do not belong to the run"),
     )
 }
+# The columns that describe a machine best, in the order of tables and figures.
+MAIN_COLUMNS = (
+    "cpu",
+    "memory used",
+    "job memory used",
+    "swap used",
+    "disk read",
+    "disk write",
+    "network in",
+    "network out",
+    "rankN cpu",
+    "rankN memory",
+    "gpuN utilization",
+    "gpuN memory used",
+    "gpuN power",
+    "gpuN temperature",
+)
 # The bits of `gpuN throttle`, as NVML numbers them. An idle GPU, and clocks that somebody set, are no faults.
 THROTTLE_REASONS = {
     "idle": 0x1,

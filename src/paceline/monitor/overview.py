@@ -1,27 +1,10 @@
 """Samples in a short table: mean and extremes of the columns that matter most."""
 
-from paceline.monitor.columns import kind_of
+from paceline.monitor.columns import MAIN_COLUMNS, kind_of
 from paceline.monitor.table import SampleTable
 from paceline.units import several
 
-KINDS = (
-    "cpu",
-    "memory used",
-    "job memory used",
-    "swap used",
-    "disk read",
-    "disk write",
-    "network in",
-    "network out",
-    "step time",
-    "rankN cpu",
-    "rankN memory",
-    "rankN workers cpu",
-    "gpuN utilization",
-    "gpuN memory used",
-    "gpuN power",
-    "gpuN temperature",
-)
+KINDS = (*MAIN_COLUMNS, "step time", "rankN workers cpu")
 MAX_ROWS = 40
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from paceline.errors import RunError
-from paceline.monitor.columns import kind_of
+from paceline.monitor.columns import MAIN_COLUMNS, kind_of
 from paceline.monitor.samples import FilePosition, read_samples
 from paceline.monitor.table import SampleTable
 from paceline.report.curves import BucketColumn, keep_last_of_pairs
@@ -20,22 +20,9 @@ MAX_NODES = 64
 BLOCK_SAMPLES = 20_000  # that are read at once
 MAX_GAP_S = 60.0  # between two samples; the energy of a longer gap is unknown
 KINDS = (
-    "cpu",
-    "memory used",
-    "job memory used",
-    "swap used",
-    "disk read",
-    "disk write",
-    "network in",
-    "network out",
-    "rankN cpu",
-    "rankN memory",
-    "gpuN utilization",
+    *MAIN_COLUMNS,
     "gpuN sm active",
-    "gpuN memory used",
-    "gpuN power",
     "gpuN clock sm",
-    "gpuN temperature",
     "gpuN pcie in",
     "gpuN pcie out",
     "gpuN nvlink in",
