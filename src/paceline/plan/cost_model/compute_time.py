@@ -203,12 +203,13 @@ def _attention_s(
         return (
             call.flops
             * call.seen
+            * call.slice_imbalance(cp)
             * micro_batch
             / (tp * cp)
             / (rate * rates.clock * rates.device.forward * recipe.attention * small)
         )
     dtype = "bf16" if recipe.dtype == "fp8" else recipe.dtype
-    queries = call.queries / cp
+    queries = call.queries * call.slice_imbalance(cp) / cp
     return product_s(rates, dtype, queries, call.keys, call.head_dim, heads) + product_s(
         rates, dtype, queries, call.head_dim, call.keys, heads
     )

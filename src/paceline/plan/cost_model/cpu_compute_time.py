@@ -34,7 +34,10 @@ def attention_s(
     op_times: OpTimeTable, attention: tuple[Attention, ...], key: MicrobatchKey
 ) -> tuple[float, float]:
     """Return seconds of the forward and backward pass."""
-    volumes = [call.flops / 2 * key.micro_batch / (key.tp * key.cp) for call in attention]
+    volumes = [
+        call.flops / 2 * call.slice_imbalance(key.cp) * key.micro_batch / (key.tp * key.cp)
+        for call in attention
+    ]
     return sum(op_times.seconds("attention", v) for v in volumes), sum(
         op_times.seconds("attention" + BACKWARD, v) for v in volumes
     )

@@ -9,6 +9,7 @@ from paceline.plan.cost_model.traced_memory import (
     boundary_bytes,
     count_updated_params,
     find_peak_moment,
+    gathered_key_bytes,
     is_traced,
     list_block_memory,
 )
@@ -83,7 +84,8 @@ def kept_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
     )
     if not recipe.fused and key.recompute == "none":
         bytes_ += block.core.bytes(recipe.stream, recipe.element, key.tp)
-    return bytes_ * key.micro_batch / key.cp
+    gathered = 0.0 if shares.attention else gathered_key_bytes(recipe, block, key)
+    return bytes_ * key.micro_batch / key.cp + gathered
 
 
 def predict_memory(facts: ModelFacts, split: WorkSplit, recipe: Recipe, limit_bytes: float) -> MemoryCost:
@@ -289,4 +291,5 @@ def _recomputed_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> 
         else 0.0
     )
     core = 0.0 if recipe.fused else block.core.bytes(recipe.stream, recipe.element, key.tp)
-    return (block_bytes + core) * key.micro_batch / key.cp
+    gathered = gathered_key_bytes(recipe, block, key) if shares.attention else 0.0
+    return (block_bytes + core) * key.micro_batch / key.cp + gathered

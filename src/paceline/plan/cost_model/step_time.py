@@ -28,7 +28,7 @@ PARTS = {
         0.3,
         "all-reduces of a block's outputs and of gradients of its inputs; arXiv 1909.08053",
     ),
-    "context parallel": (0.5, "keys and values round the ring, and merging; arXiv 2310.01889"),
+    "context parallel": (0.5, "keys and values round the ring, and merging (arXiv 2310.01889), or gathered"),
     "pipeline bubble": (0.1, "filling and draining; arXiv 2104.04473, 2401.10241"),
     "pipeline sends": (0.5, "activations that the schedule waits for; plan/schedules.py"),
     "data parallel": (0.4, "averaging of gradients, minus what overlaps with the backward pass"),
@@ -278,29 +278,31 @@ def _tensor_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rates: Devi
 def _context_s(
     block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rates: DeviceRates, block_time: ComputeTime
 ) -> float:
-    """Return the exposed time of ring attention (arXiv 2310.01889).
+    """Return the exposed time of the communication of attention.
 
-    Keys and values circulate while attention computes: forward, again in recomputation, and backward with
-    their gradients. After each of cp steps a rank merges the output in float32.
+    In a ring (arXiv 2310.01889), keys and values circulate while attention computes: forward, again in
+    recomputation, and backward with their gradients. After each of cp steps a rank merges the output in
+    float32. Otherwise they are gathered before attention, and their gradients reduced and scattered after it.
     """
     if key.cp == 1 or not block.attention:
         return 0.0
     group = rank_group(key.cp, key.tp, rates.per_node)
     width = key.micro_batch / key.tp
-    size = (
-        sum(2 * a.keys * a.head_dim * (a.kv_heads or a.heads) for a in block.attention)
-        * recipe.element
-        * width
-    )
+    again = recipe.recompute_shares(key.recompute).attention
+    gathered = [a for a in block.attention if a.gathers_keys(key.cp)]
+    gathered_s = 0.0
+    for attention in gathered:
+        size = attention.key_value_elements * recipe.element * width
+        gathered_s += (1 + again) * rates.collective_s("all-gather", size, group.ranks, group.together)
+        gathered_s += rates.collective_s("reduce-scatter", size, group.ranks, group.together)
+    if len(gathered) == len(block.attention):
+        return gathered_s
+    in_ring = [a for a in block.attention if not a.gathers_keys(key.cp)]
+    size = sum(a.key_value_elements for a in in_ring) * recipe.element * width
     ring = rates.collective_s("all-gather", size, group.ranks, group.together)
-    merged = (
-        sum(a.queries * a.head_dim * a.heads for a in block.attention)
-        * MERGED_BYTES
-        * width
-        / rates.memory_Bps
-    )
+    merged = sum(a.queries * a.head_dim * a.heads for a in in_ring) * MERGED_BYTES * width / rates.memory_Bps
     exposed = ring - (1 - rates.exposed_share(group.together)) * min(ring, block_time.attention_s)
-    return (3 + recipe.recompute_shares(key.recompute).attention) * (exposed + merged)
+    return gathered_s + (3 + again) * (exposed + merged)
 
 
 def _pipeline_parts(

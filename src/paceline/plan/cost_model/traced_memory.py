@@ -50,9 +50,15 @@ def kept_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
         held = block.lives.kept * _share_on_rank(recipe, block, key)
     else:
         held = _volume_bytes(recipe, block, key, saved) + _product_output_bytes(recipe, block, key)
-    return (
-        (held + (0.0 if shares.products else _gathered_bytes(recipe, block, key))) * key.micro_batch / key.cp
-    )
+    held += 0.0 if shares.products else _gathered_bytes(recipe, block, key)
+    keys = 0.0 if shares.attention else gathered_key_bytes(recipe, block, key)
+    return held * key.micro_batch / key.cp + keys
+
+
+def gathered_key_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
+    """Return the bytes of keys and values that a rank has from the other ranks of cp."""
+    elements = sum(attention.gathered_elements(key.cp) for attention in block.attention)
+    return elements * recipe.element * key.micro_batch / key.tp
 
 
 def peak_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
@@ -63,7 +69,7 @@ def peak_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
         + _product_output_bytes(recipe, block, key)
         + _gathered_bytes(recipe, block, key)
     )
-    return held * key.micro_batch / key.cp
+    return held * key.micro_batch / key.cp + gathered_key_bytes(recipe, block, key)
 
 
 def _product_output_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:

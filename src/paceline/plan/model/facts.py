@@ -41,7 +41,8 @@ class Attention:
     """Attention scores and their product with the values, without weights.
 
     Tensor parallelism divides the heads.
-    window: maximum number of keys per query. kv_heads: None means as many as `heads`.
+    window: maximum number of keys per query. kv_heads: None means as many as `heads`. masked: it has a mask
+    other than a causal one, an additive bias or dropout, which ring attention does not support.
     """
 
     heads: int
@@ -51,6 +52,34 @@ class Attention:
     causal: bool = True
     window: int | None = None
     kv_heads: int | None = None
+    masked: bool = False
+
+    def gathers_keys(self, cp: int) -> bool:
+        """Return whether `cp` ranks gather keys and values instead of passing them around a ring."""
+        is_windowed = self.window is not None and self.window < self.keys
+        return self.masked or is_windowed or self.queries != self.keys or self.queries % cp > 0
+
+    def gathered_elements(self, cp: int) -> float:
+        """Return the elements of keys and values of other ranks that a rank keeps until the backward pass."""
+        if cp == 1 or not self.gathers_keys(cp):
+            return 0.0
+        return self.key_value_elements * (1 - 1 / cp)
+
+    def slice_imbalance(self, cp: int) -> float:
+        """Return the work of the busiest of `cp` ranks, relative to their mean.
+
+        Slices differ by one position at most. If 2 × `cp` does not divide a causal sequence, each rank has
+        one range of it, and the last range sees most keys.
+        """
+        imbalance = -(-self.queries // cp) * cp / self.queries
+        if self.causal and not self.gathers_keys(cp) and self.queries % (2 * cp):
+            imbalance *= 2 - 1 / cp
+        return imbalance
+
+    @property
+    def key_value_elements(self) -> float:
+        """Elements of the keys and values of a sample."""
+        return 2.0 * self.keys * self.head_dim * (self.kv_heads or self.heads)
 
     @property
     def flops(self) -> float:
@@ -164,8 +193,7 @@ class BlockFacts:
 class ModelFacts:
     """Facts of a model: `first` (embeddings), `runs` of identical blocks, `last` (head and loss).
 
-    tokens: of a sample; 1 if samples are not sequences. heads: tp must divide them. sequence: cp must divide
-    it.
+    tokens: of a sample; 1 if samples are not sequences. heads: tp must divide them. sequence: cp splits it.
     shared_params: weights of the head that are also those of the embedding; counted in `first`.
     averaged: share of the parameters of which the training keeps a moving average.
     batch: default number of samples per step. source: counted, measured, or the origin of the numbers.

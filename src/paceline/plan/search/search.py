@@ -207,7 +207,7 @@ def enumerate_splits(facts: ModelFacts, ranks: int, per_node: int, batch: int) -
                 dp = ranks // (tp * pp * cp)
                 if (
                     batch % dp
-                    or (cp > 1 and (facts.sequence is None or facts.sequence % (2 * cp)))
+                    or (cp > 1 and (facts.sequence is None or facts.sequence < 2 * cp))
                     or pp > facts.blocks
                 ):
                     continue

@@ -227,6 +227,7 @@ class _AttentionCounter(TorchFunctionMode):
                 query.shape[-1],
                 causal,
                 kv_heads=key.shape[-3],
+                masked=_is_masked(query, key, args, kwargs),
             )
         )
         # `part.layers` are the layers that ran before.
@@ -235,6 +236,19 @@ class _AttentionCounter(TorchFunctionMode):
         for tensor in (query, key, value, result):
             counter.product_dims[storage_id(tensor)] = split
         return result
+
+
+def _is_masked(query: Tensor, key: Tensor, args: Any, kwargs: Any) -> bool:
+    """Return whether attention has dropout, or a mask that cannot be causal.
+
+    A mask of queries and keys that is the same for all samples and heads may be causal; its values are not
+    known here.
+    """
+    mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+    dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    if mask is None:
+        return bool(dropout)
+    return bool(dropout) or mask.requires_grad or mask.numel() != query.shape[-2] * key.shape[-2]
 
 
 def _find_product(packet: Any, args: Any, result: Tensor) -> Product | None:
