@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from paceline.after_step import StepOperation
     from paceline.metrics import Accumulator
+    from paceline.sample_rng import SampleRng
     from paceline.updates import Update
 
 BUILT_IN = {
@@ -185,6 +186,24 @@ class Task:
         from torch.utils.data import default_collate
 
         return default_collate(samples)
+
+    def transform(self, sample: Any, rng: SampleRng) -> Any:
+        """Return a training sample after random augmentation; evaluations do not call it.
+
+        sample: what `[i]` of the dataset returned. rng: random numbers of this sample; their first dim is 1.
+        torch on the CPU, numpy and random are seeded with the sample, too. It runs where samples are read,
+        which may be a worker process.
+        """
+        return sample
+
+    def batch_transform(self, batch: Any, rng: SampleRng) -> Any:
+        """Return a training batch after random augmentation; evaluations do not call it.
+
+        batch: the collated samples, or a part of them, on the device of the model. rng: row i of what it
+        draws belongs to sample i of the batch. Other random numbers are an error if the plan divides the
+        batch.
+        """
+        return batch
 
     def loss(self, output: Any, batch: Any) -> Tensor | Mapping[str, Tensor]:
         """Return the loss of each item, in any shape whose first dim is the samples of the batch.
@@ -414,6 +433,9 @@ def check_task_class(kind: type[Task], reference: str) -> None:
     for name, other in (("batch_sums", "auxiliary_loss"), ("auxiliary_loss", "batch_sums")):
         if name in defined and other not in defined:
             raise TaskError(f"{reference} defines {name} without {other}; define both")
+    for name, what in (("transform", "sample"), ("batch_transform", "batch")):
+        if name in defined and not _takes_rng(getattr(kind, name)):
+            raise TaskError(f"{reference}: {name} has no parameter rng; define {name}(self, {what}, rng)")
     if clashing := [field.name for field in dataclasses.fields(kind) if field.name in METHODS]:
         raise TaskError(
             f"{reference}: the field {clashing[0]!r} has the name of a method of Task; rename the field"

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from paceline.batch import cast_floats, find_tensors, move
+from paceline.data.augment import Augmentation, NumberRecorder
 from paceline.data.ragged import Agree, pad_each, pad_together
 from paceline.data.workers import ForkedReaders, survive_one_signal
 from paceline.distributed.rng import (
@@ -177,6 +178,7 @@ class Samples:
     collate: makes a batch of a list of samples; None: torch's default_collate.
     divided_by: the plan that divides batches, if any. Random numbers in `collate` are then an error: they
     would depend on the plan.
+    augmentation: what the task changes at random; None: nothing.
     """
 
     def __init__(
@@ -187,6 +189,7 @@ class Samples:
         floats: torch.dtype | None,
         collate: Callable[[list[Any]], Batch] | None = None,
         divided_by: str | None = None,
+        augmentation: Augmentation | None = None,
     ):
         self.dataset = dataset
         self.count = _length(dataset, split)
@@ -195,6 +198,7 @@ class Samples:
         self.floats = floats
         self.collate = collate
         self.divided_by = divided_by
+        self.augmentation = augmentation
         self._draws: bool | None = None  # whether samples draw random numbers; None: not known yet
         self._reading: int | list[int] = []  # the index or indices that are being read
         self._is_collating = False
@@ -232,7 +236,8 @@ class Samples:
             seed_cpu_rngs(FIXED_SEED)
             with watch_rng_state() as was_state_read:
                 try:
-                    samples, error = [self._read(index) for index in indices], None
+                    samples = [self._read(*place) for place in zip(numbers, indices, strict=True)]
+                    error = None
                 except (Exception, SystemExit) as raised:  # the cause may be a random number
                     samples, error = [], raised
             if not was_state_read() and not has_rng_moved():
@@ -246,19 +251,21 @@ class Samples:
         for position, (number, index) in enumerate(zip(numbers, indices, strict=True)):
             self._seed(number)
             is_known = self._draws is not None or position >= NUM_PROBED
-            samples.append(self._read(index) if is_known else self._probe(index))
+            read = self._read if is_known else self._probe
+            samples.append(read(number, index))
         self._draws = bool(self._draws)
         return self._collate(samples, numbers, indices)
 
-    def _read(self, index: int) -> Any:
+    def _read(self, number: int, index: int) -> Any:
         self._reading = index
-        return self.dataset[index]
+        sample = self.dataset[index]
+        return sample if self.augmentation is None else self.augmentation.change_sample(sample, number)
 
-    def _probe(self, index: int) -> Any:
+    def _probe(self, number: int, index: int) -> Any:
         """Return a sample, and note in `_draws` if it draws random numbers."""
         before = rng_states()
         with watch_rng_state() as was_state_read:
-            sample = self._read(index)
+            sample = self._read(number, index)
         if was_state_read() or rng_states() != before:
             self._draws = True
         return sample
@@ -346,7 +353,12 @@ def open_file_samples(task: Task, files: Sequence[Path], spec: Spec, plan: Resol
 
 
 def _make_samples(
-    task: Task, dataset: MapDataset, split: str, spec: Spec, plan: ResolvedPlan | None
+    task: Task,
+    dataset: MapDataset,
+    split: str,
+    spec: Spec,
+    plan: ResolvedPlan | None,
+    is_training: bool = False,
 ) -> Samples:
     has_collate = type(task).collate is not Task.collate and not getattr(dataset, "replaces_collate", False)
     if has_collate and hasattr(dataset, "batch_of"):
@@ -355,21 +367,30 @@ def _make_samples(
             " batch_of(indices), which returns whole batches; remove collate or batch_of"
         )
     is_divided = plan is not None and plan.dp * plan.microbatches > 1
+    floats = torch.float64 if spec.precision == "fp64" else None
+    divided_by = str(plan) if is_divided else None
+    augmentation = Augmentation(task, spec.seed, floats, divided_by) if is_training else None
+    if augmentation is not None and augmentation.changes_samples and hasattr(dataset, "batch_of"):
+        raise DataError(
+            f"{type(task).__name__}.transform() would not be called, because dataset({split!r}) has"
+            " batch_of(indices), which returns whole batches; define batch_transform(batch, rng) instead"
+        )
     return Samples(
         dataset,
         split,
         spec.seed,
-        torch.float64 if spec.precision == "fp64" else None,
+        floats,
         task.collate if has_collate else None,
-        str(plan) if is_divided else None,
+        divided_by,
+        augmentation,
     )
 
 
 def open_training_samples(task: Task, spec: Spec, plan: ResolvedPlan | None = None) -> Samples:
-    """Return the samples of the training split, as `open_samples` does."""
-    samples = open_samples(task, "train", spec, plan)
-    assert samples is not None
-    return samples
+    """Return the samples of the training split, as `open_samples` does, with the changes of the task."""
+    dataset = open_dataset(task, "train")
+    assert dataset is not None
+    return _make_samples(task, dataset, "train", spec, plan, is_training=True)
 
 
 def check_batch(batch: int, samples: int) -> None:
@@ -403,6 +424,27 @@ def batches(
     together: number of batches in a row that are padded to the same shapes.
     agree: a collective that lets ranks agree on these shapes.
     """
+    augmentation = samples.augmentation
+    if augmentation is None or not augmentation.changes_batches:
+        yield from _padded_batches(samples, parts, device, workers, prefetch, together, agree)
+        return
+    recorder = NumberRecorder(parts)
+    with contextlib.closing(
+        _padded_batches(samples, recorder, device, workers, prefetch, together, agree)
+    ) as source:
+        for batch in source:
+            yield augmentation.change_batch(batch, recorder.pop())
+
+
+def _padded_batches(
+    samples: Samples,
+    parts: Iterable[tuple[list[int], list[int]]],
+    device: torch.device,
+    workers: int,
+    prefetch: int,
+    together: int,
+    agree: Agree,
+) -> Generator[Batch]:
     source = _read_batches(samples, parts, device, workers, prefetch)
     if samples.collate is None:
         yield from source

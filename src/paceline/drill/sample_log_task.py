@@ -122,6 +122,12 @@ def wrap_task(kind: type[Task], log: SampleLog) -> type[Task]:
         contents = unwrap(self).collate([sample.content for sample in samples])
         return NumberedSample(contents, torch.tensor([sample.indices for sample in samples]))
 
+    def augment_method(name: str) -> Callable[..., Any]:
+        def method(self: Any, sample: NumberedSample, rng: Any) -> NumberedSample:
+            return NumberedSample(getattr(unwrap(self), name)(sample.content, rng), sample.indices)
+
+        return method
+
     # A method that the task does not define stays undefined: its absence has a meaning, e.g. equal weights.
     methods = {
         name: forward_method(name)
@@ -130,6 +136,9 @@ def wrap_task(kind: type[Task], log: SampleLog) -> type[Task]:
     }
     if kind.collate is not Task.collate:
         methods["collate"] = collate
+    for name in ("transform", "batch_transform"):
+        if getattr(kind, name) is not getattr(Task, name):
+            methods[name] = augment_method(name)
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "dataset": dataset, **methods})
 
 

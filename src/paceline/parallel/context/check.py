@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from paceline.batch import move
-from paceline.data.loader import FailedSample, open_training_samples
-from paceline.errors import PlanError
+from paceline.data.loader import batches, open_training_samples
+from paceline.errors import DataError, PlanError, TaskError
 from paceline.parallel.context.replace_attention import replace_attention
 from paceline.parallel.context.stacks import find_stacks
 from paceline.parallel.context.trial_attention import WholeTrial
@@ -26,8 +26,10 @@ def check_context_parallel(task: Task, spec: Spec, plan: Plan, model: nn.Module)
     The sample passes through the model on the meta device. A model that reads values, or fails, ends this
     pass early; the error then comes from its first step.
     """
-    batch = open_training_samples(task, spec)[[0], [0]]
-    if isinstance(batch, FailedSample):
+    training = open_training_samples(task, spec)
+    try:
+        [batch] = batches(training, [([0], [0])], torch.device("cpu"), 0, 1)
+    except (DataError, TaskError):  # of user code: the first step reports it
         return
     recorder = WholeTrial()
     units = [unit for stack in find_stacks(model, read_layout(task)) for unit in stack]
