@@ -66,6 +66,11 @@ class SampleRng:
         """Return the number of samples."""
         return len(self._keys[0])
 
+    @property
+    def numbers(self) -> Tensor:
+        """The numbers of the samples, counted over all epochs, int64 of shape (batch,) on the CPU."""
+        return torch.as_tensor(self._numbers, dtype=torch.int64, device="cpu")
+
     def stream(self, name: str) -> "SampleRng":
         """Return the stream `name` from its start: the same numbers in each method that asks for it.
 
