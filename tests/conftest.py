@@ -43,6 +43,10 @@ def _without_browser() -> str | None:
     return None if find_chromium() else "Chromium is not installed: apt-get install chromium"
 
 
+def _without_prometheus() -> str | None:
+    return None if shutil.which("prometheus") else "Prometheus is not installed: apt-get install prometheus"
+
+
 def _without_sshd() -> str | None:
     has_both = shutil.which("ssh") and Path("/usr/sbin/sshd").exists()
     return None if has_both else "sshd is not installed: apt-get install openssh-server"
@@ -54,6 +58,7 @@ REQUIREMENTS: dict[str, Callable[..., str | None]] = {
     "mpi": _without_mpi,
     "ray": _without_ray,
     "browser": _without_browser,
+    "prometheus": _without_prometheus,
     "ssh": _without_sshd,
     "network": network.find_missing_requirement,
 }

@@ -38,14 +38,15 @@ def check_target(path: Path, kind: type[Error] = RunError) -> None:
 
 
 @contextlib.contextmanager
-def replaced(path: Path, kind: type[Error] = RunError) -> Iterator[Path]:
+def replaced(path: Path, kind: type[Error] = RunError, suffix: str | None = None) -> Iterator[Path]:
     """Yield the path of an empty temporary file in the folder of `path`.
 
     The file replaces `path` at the end of the context, or is deleted after an error. Its name is random,
     so that another user cannot place a link there. Raises `kind` if the system refuses a write.
+    suffix: of the temporary file; by default that of `path`.
     """
     check_target(path, kind)
-    temporary = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
+    temporary = path.with_name(f".{secrets.token_hex(8)}{path.suffix if suffix is None else suffix}")
     try:
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         yield temporary

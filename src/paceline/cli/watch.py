@@ -1,10 +1,14 @@
 """paceline watch: show runs in the browser, live."""
 
+import contextlib
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+METRICS = "Metrics for Prometheus"
 
 
 def watch(
@@ -29,6 +33,30 @@ def watch(
         str,
         typer.Option(metavar="COMMAND", help="Command of Paceline on HOST [default: paceline]."),
     ] = "paceline",
+    metrics: Annotated[
+        bool,
+        typer.Option("--metrics", help="Answer /metrics for Prometheus.", rich_help_panel=METRICS),
+    ] = False,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with the token of /metrics, created if missing [default: the token of the page].",
+            rich_help_panel=METRICS,
+        ),
+    ] = None,
+    textfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.prom",
+            help="Write the metrics to this file every 15 s, for the textfile collector of node_exporter.",
+            rich_help_panel=METRICS,
+        ),
+    ] = None,
+    grafana: Annotated[
+        bool,
+        typer.Option("--grafana", help="Print a Grafana dashboard, and exit.", rich_help_panel=METRICS),
+    ] = False,
     until_eof: Annotated[
         bool, typer.Option("--until-eof", hidden=True, help="End at the end of the standard input.")
     ] = False,
@@ -40,9 +68,21 @@ def watch(
 
     if socket is not None and port:
         raise SpecError("--port and --socket contradict each other; give only one of them")
+    if grafana:
+        from paceline.web.grafana import read_dashboard
+
+        print(read_dashboard(), end="")
+        return
+    if token_file is not None and not metrics:
+        raise SpecError("--token-file requires --metrics; add it")
     path = Path(runs)
     if socket is None and (remote := parse_remote(runs)) is not None:
-        watch_remote(*remote, program, port)
+        for option, value in (("--token-file", token_file), ("--textfile", textfile)):
+            if value is not None:
+                raise SpecError(
+                    f"{option} requires a folder of this machine; run paceline watch on {remote[0]}"
+                )
+        watch_remote(*remote, program, port, ["--metrics"] if metrics else [])
         return
     if not path.is_dir():
         raise RunError(f"no such folder: {path}; specify the folder of a run, or one that contains runs")
@@ -54,17 +94,26 @@ def watch(
         raise LaunchError(
             f'paceline watch requires {error.name}, which is not installed; pip install "paceline[web]"'
         ) from None
+    from paceline.web import metrics_token
     from paceline.web.access import Access
+    from paceline.web.metrics import MetricsCollector
     from paceline.web.runs import RunList
+    from paceline.web.textfile import write_regularly
 
     access, run_list = Access(), RunList(path)
-    if socket is not None:
-        with listen_on_path(socket) as listener:
+    if metrics:
+        token = metrics_token.read_or_create(token_file) if token_file is not None else access.token
+        access = dataclasses.replace(access, metrics_token=token)
+    with contextlib.ExitStack() as stack:
+        if socket is not None:
+            listener = stack.enter_context(listen_on_path(socket))
             print(f"listening on {socket}: {access.url('localhost')}", flush=True)
-            server.serve(run_list, access, listener, sys.stdin.buffer.read if until_eof else None)
-        return
-    listener = listen_on_port(port)
-    with listener:
-        host = f"127.0.0.1:{listener.getsockname()[1]}"
-        print(f"{access.url(host)}\nCtrl-C ends it; training is not affected", flush=True)
-        server.serve(run_list, access, listener)
+        else:
+            listener = stack.enter_context(listen_on_port(port))
+            host = f"127.0.0.1:{listener.getsockname()[1]}"
+            print(f"{access.url(host)}\nCtrl-C ends it; training is not affected", flush=True)
+            if metrics:
+                print(f"metrics: http://{host}/metrics", flush=True)
+        if textfile is not None:
+            stack.enter_context(write_regularly(textfile, MetricsCollector(run_list).collect))
+        server.serve(run_list, access, listener, sys.stdin.buffer.read if until_eof else None)

@@ -3,7 +3,8 @@
 Loopback is not private on a shared machine: every user of it can connect, and every web page that a browser
 shows can make it send requests. A request therefore needs a cookie, which only the address with the random
 token sets. The cookie belongs to a random path, because browsers send cookies to all ports of a host: another
-user's server on another port does not know the path.
+user's server on another port does not know the path. A request for /metrics, which browsers do not send, has
+a token instead.
 """
 
 import re
@@ -20,6 +21,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 COOKIE = "paceline"
+METRICS = "/metrics"
 HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.I)
 MAX_QUERY_BYTES = 2000
 TEXT = (b"content-type", b"text/plain; charset=utf-8")
@@ -44,11 +46,14 @@ def _secret() -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """The secrets of one server. The token is in the printed address, the session in the cookie."""
+    """The secrets of one server. The token is in the printed address, the session in the cookie.
+
+    metrics_token: for /metrics only, besides the token; None: /metrics is not answered."""
 
     token: str = field(default_factory=_secret, repr=False)
     session: str = field(default_factory=_secret, repr=False)
     path: str = field(default_factory=lambda: secrets.token_urlsafe(12), repr=False)
+    metrics_token: str | None = field(default=None, repr=False)
 
     def url(self, host: str) -> str:
         return f"http://{host}/?token={self.token}"
@@ -73,6 +78,12 @@ class Guard:
             await _answer(send, 404, "no such file")
         elif scope["path"] == "/":
             await self._log_in(scope, send)
+        elif scope["path"] == METRICS and self._access.metrics_token is not None:
+            if self._may_read_metrics(scope, headers):
+                await self._app(scope, receive, _with_headers(send))
+            else:
+                text = "/metrics requires the token: Authorization: Bearer TOKEN"
+                await _answer(send, 401, text, [TEXT, (b"www-authenticate", b"Bearer")])
         elif not self._has_session(scope, headers):
             await _answer(send, 403, "open the address that paceline watch printed")
         else:
@@ -92,8 +103,7 @@ class Guard:
         return None
 
     async def _log_in(self, scope: Scope, send: Send) -> None:
-        given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[-1]
-        if not secrets.compare_digest(given.encode(), self._access.token.encode()):
+        if not _is_equal(_find_token(scope), self._access.token):
             await _answer(send, 403, "the token is wrong; open the address that paceline watch printed")
             return
         path = f"/{self._access.path}/"
@@ -116,7 +126,22 @@ class Guard:
         except CookieError:
             return False
         given = cookies[COOKIE].value if COOKIE in cookies else ""
-        return secrets.compare_digest(given.encode(), self._access.session.encode())
+        return _is_equal(given, self._access.session)
+
+    def _may_read_metrics(self, scope: Scope, headers: dict[str, str]) -> bool:
+        """Return whether the request has a token: `Authorization: Bearer TOKEN`, or ?token=TOKEN."""
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        token = given.strip() if kind.lower() == "bearer" else _find_token(scope)
+        return _is_equal(token, self._access.token) or _is_equal(token, self._access.metrics_token or "\0")
+
+
+def _find_token(scope: Scope) -> str:
+    """Return the token in the query of a request, or ""."""
+    return parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[-1]
+
+
+def _is_equal(given: str, secret: str) -> bool:
+    return secrets.compare_digest(given.encode(), secret.encode())
 
 
 def _headers(scope: Scope) -> dict[str, str]:

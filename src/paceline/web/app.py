@@ -6,7 +6,7 @@ import gzip
 import io
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,9 +18,11 @@ from starlette.routing import Route
 from paceline.errors import Error, LaunchError, RunError
 from paceline.events import nan_to_null
 from paceline.run import RunFolder
-from paceline.web.access import Access, App, Guard
+from paceline.web.access import METRICS, Access, App, Guard
 from paceline.web.curves import Selection, find_curve, to_columns
 from paceline.web.delta import SentState
+from paceline.web.exposition import OPEN_METRICS, PROMETHEUS
+from paceline.web.metrics import MetricsCollector
 from paceline.web.panels import build, build_comparison
 from paceline.web.ranks import read_log, read_rank
 from paceline.web.runs import RunList, WatchedRun
@@ -48,6 +50,8 @@ def build_app(runs: RunList, access: Access, is_closing: Callable[[], bool] = la
         Route("/rank", server.rank),
         Route("/log", server.log),
     ]
+    if access.metrics_token is not None:
+        routes.append(Route(METRICS, _serve_metrics(MetricsCollector(runs))))
     return Guard(Starlette(routes=routes, exception_handlers={Error: _refuse}), access)
 
 
@@ -67,6 +71,18 @@ def _serve(name: str) -> Callable[[Request], Response]:
         if "gzip" in request.headers.get("accept-encoding", ""):
             return Response(packed, media_type=media_type, headers={"content-encoding": "gzip"})
         return Response(whole, media_type=media_type)
+
+    return respond
+
+
+def _serve_metrics(collector: MetricsCollector) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
+        is_open = "application/openmetrics-text" in request.headers.get("accept", "")
+        text = await asyncio.to_thread(collector.collect, is_open)
+        headers = {"content-type": OPEN_METRICS if is_open else PROMETHEUS}
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            return Response(gzip.compress(text.encode(), 1), headers=headers | {"content-encoding": "gzip"})
+        return Response(text, headers=headers)
 
     return respond
 

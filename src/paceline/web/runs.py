@@ -31,13 +31,16 @@ UNREAD: Signature = (("", 0, 0),)
 
 @dataclass
 class ListedRun:
-    """A run of the list. `row` is its state when its files had this signature."""
+    """A run of the list. `row` is its state when its files had this signature.
+
+    summary: of its last lines, see `glance`; None if they cannot be read."""
 
     id: str
     folder: RunFolder
     signature: Signature
     modified: float
     row: dict[str, Any]
+    summary: Summary | None
 
 
 class RunList:
@@ -54,11 +57,20 @@ class RunList:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each run: those that train, by name, then those that were written to last."""
+        return [run.row for run in self.listed()]
+
+    def listed(self) -> list[ListedRun]:
+        """Return the runs in the order of their rows."""
         with self._lock:
             if time.monotonic() - self._looked >= LIST_S:
                 self._look()
                 self._looked = time.monotonic()
-            return [run.row for run in self._runs.values()]
+            return [*self._runs.values()]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the folder is itself a run."""
+        return _is_run(self.path)
 
     def _look(self) -> None:
         try:
@@ -74,7 +86,7 @@ class RunList:
                 found.append(before)
                 continue
             modified = max((mtime / 1e9 for _, mtime, _ in signature), default=0.0)
-            found.append(ListedRun(run_id, folder, signature, modified, _build_row(run_id, folder)))
+            found.append(ListedRun(run_id, folder, signature, modified, *_build_row(run_id, folder)))
         found.sort(key=lambda run: run.modified, reverse=True)
         found.sort(key=lambda run: (run.row["state"] != "running", _running_name(run)))  # stable
         if len(found) > MAX_RUNS:
@@ -178,13 +190,13 @@ def _is_run(path: Path) -> bool:
     return RunFolder(path).spec.is_file() or RunFolder(path).events.is_file()
 
 
-def _build_row(run_id: str, run: RunFolder) -> dict[str, Any]:
+def _build_row(run_id: str, run: RunFolder) -> tuple[dict[str, Any], Summary | None]:
     row: dict[str, Any] = {"id": run_id, "name": show_name(run.path), "state": "damaged", "problem": ""}
     try:
         summary = glance(open_run(run.path, needs_request=run.spec.exists())).summary
         row["state"], row["sentence"] = find_state(run, summary)
     except Error as error:
-        return row | {"problem": str(error)}
+        return row | {"problem": str(error)}, None
     started: Started | None = summary.started
     return row | {
         "step": summary.steps,
@@ -192,4 +204,4 @@ def _build_row(run_id: str, run: RunFolder) -> dict[str, Any]:
         "plan": f"{started.plan} · {several(started.ranks, 'rank')}" if started is not None else "",
         "loss": summary.last_loss,
         "samples_per_s": summary.samples_per_s,
-    }
+    }, summary

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 
@@ -42,6 +44,8 @@ def serve(
             threading.Thread(target=_wait, args=(ends, server), daemon=True).start()
         await server.serve(sockets=[listener])
 
+    # uvicorn ends the server at SIGTERM, and raises the signal again: then the caller can clean up.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(run())
 

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.errors import LaunchError
@@ -26,16 +27,17 @@ def parse_remote(text: str) -> tuple[str, str] | None:
     return match[1], match[2]
 
 
-def watch_remote(host: str, path: str, program: str, port: int) -> None:
+def watch_remote(host: str, path: str, program: str, port: int, options: Sequence[str] = ()) -> None:
     """Run `paceline watch` on a host until Ctrl-C, and print the address here. Raises LaunchError.
 
-    program: the command of Paceline there. port: on this machine; 0 takes a free one."""
+    program: the command of Paceline there. port: on this machine; 0 takes a free one. options: of the
+    command there."""
     if shutil.which("ssh") is None:
         raise LaunchError("HOST:PATH requires ssh, which is not installed")
     with listen_on_port(port) as free:  # closed again, so that ssh can listen on it
         port = free.getsockname()[1]
     socket = f"/tmp/paceline-{secrets.token_hex(12)}/socket"
-    words = [*shlex.split(program), "watch", path or "runs", "--socket", socket, "--until-eof"]
+    words = [*shlex.split(program), "watch", path or "runs", "--socket", socket, "--until-eof", *options]
     forward = f"127.0.0.1:{port}:{socket}"
     command = ["ssh", "-T", "-o", "ExitOnForwardFailure=yes", "-L", forward, "--", host, shlex.join(words)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ssh:
