@@ -4,6 +4,7 @@ import contextlib
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -133,6 +134,29 @@ def read_own_bytes(path: Path) -> bytes:
                 f" remove that permission: chmod go-w {path.parent}"
             )
         return file.read()
+
+
+def find_cache_folder(kind: str) -> Path | None:
+    """Return the folder of this user for copies of one kind; None if there is none that only they can open.
+
+    XDG_CACHE_HOME counts if it is set. Otherwise it is a folder of TMPDIR, because home folders of clusters
+    are often on the network.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME")
+    folder = (
+        Path(cache) / "paceline" / kind
+        if cache and os.path.isabs(cache)
+        else Path(tempfile.gettempdir()) / f"paceline-{kind}-{os.geteuid()}"
+    )
+    try:
+        folder.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+    except OSError:
+        return None
+    is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    return folder if stat.S_ISDIR(status.st_mode) and is_private else None
 
 
 def reason(error: Exception) -> str:

@@ -4,17 +4,14 @@ The copy is only ever a copy: a file that is damaged, of another version or of a
 written again. It is in a folder that only this user can open, as plain numbers.
 """
 
-import contextlib
 import hashlib
 import json
 import os
-import stat
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunError
-from paceline.files import open_regular, replaced
+from paceline.files import find_cache_folder, open_regular, replaced
 from paceline.report.curves import MAX_BUCKETS, BucketColumn, StepCurves
 
 MIN_BYTES = 2**23  # of events read since the last copy; fewer are parsed in less than a second
@@ -24,30 +21,8 @@ FORMAT = "paceline-curves-1"
 _CHECKED_BYTES = 2**12  # of the beginning and the end of the events
 
 
-def find_folder() -> Path | None:
-    """Return the folder of the copies; None if there is none that only this user can open.
-
-    XDG_CACHE_HOME counts if it is set. Otherwise it is a folder of TMPDIR, because home folders of clusters
-    are often on the network."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    folder = (
-        Path(cache) / "paceline" / "curves"
-        if cache and os.path.isabs(cache)
-        else Path(tempfile.gettempdir()) / f"paceline-curves-{os.geteuid()}"
-    )
-    try:
-        folder.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        status = folder.lstat()
-    except OSError:
-        return None
-    is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
-    return folder if stat.S_ISDIR(status.st_mode) and is_private else None
-
-
 def _find_file(events: Path) -> Path | None:
-    folder = find_folder()
+    folder = find_cache_folder("curves")
     name = hashlib.sha256(os.fsencode(events.absolute())).hexdigest()
     return folder / f"{name}.curves" if folder is not None else None
 

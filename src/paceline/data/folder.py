@@ -1,0 +1,171 @@
+"""Folder: images in a folder for each class, as files or packed."""
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.data.images import SUFFIXES, decode_image
+from paceline.data.name_table import NameTable
+from paceline.data.shard_files import ShardFiles
+from paceline.data.shard_index import INDEX
+from paceline.errors import DataError
+from paceline.files import reason
+
+
+class Files(Protocol):
+    """Files by number, in the order of their names."""
+
+    @property
+    def names(self) -> NameTable: ...
+
+    def read(self, file: int) -> bytes: ...
+
+
+class FolderFiles:
+    """The regular files below a folder, in the order of the bytes of their paths. Raises DataError."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.names = NameTable.build(sorted(_find_files(os.fsencode(folder), b"")))
+
+    def read(self, file: int) -> bytes:
+        """Return the content of a file. Raises DataError."""
+        path = self.folder / self.names.decode(file)
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {reason(error)}") from error
+
+
+def _find_files(folder: bytes, prefix: bytes) -> Iterator[bytes]:
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    yield from _find_files(entry.path, prefix + entry.name + b"/")
+                elif entry.is_file():
+                    yield prefix + entry.name
+    except OSError as error:
+        raise DataError(f"cannot read {os.fsdecode(folder)}: {reason(error)}") from error
+
+
+class Folder:
+    """Images in a folder for each class, as pairs (image, number of the class).
+
+        class Pictures(paceline.Task):
+            folder: str
+            def dataset(self, split): return Folder(f"{self.folder}/{split}")
+
+    The folder may be packed by `paceline pack`: samples, order and classes are the same. Samples are in the
+    order of their paths, and classes in the order of their names.
+
+    folder: has a folder for each class, which may have folders itself.
+    decode: makes the image of the content of a file. None: the content itself, as bytes.
+    suffixes: of the files that are images, in any case.
+    classes: the names of the classes, in the order of their numbers. Default: the folders. Specify them to
+    give all splits the same numbers.
+
+    `classes` has the names; `labels` the class of each sample, int64; `path(i)` the path of a sample.
+
+    Raises DataError for a folder without images, an image outside of class folders, and a class that
+    `classes` does not have.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        decode: Callable[[bytes], Any] | None = decode_image,
+        suffixes: Sequence[str] = SUFFIXES,
+        classes: Sequence[str] | None = None,
+    ):
+        self.folder, self.decode = Path(folder), decode
+        if not self.folder.is_dir():
+            raise DataError(f"no such folder: {self.folder}")
+        self.files: Files = (
+            ShardFiles(self.folder) if (self.folder / INDEX).exists() else FolderFiles(self.folder)
+        )
+        names = self.files.names
+        is_sorted = not isinstance(self.files, ShardFiles) or self.files.index.is_packed
+        if not is_sorted and any(a > b for a, b in pairwise(names)):
+            raise DataError(
+                f"the files in the shards of {self.folder} are not sorted by name; read them by Shards, or"
+                " unpack them and pack the files by paceline pack"
+            )
+        selected = names.find_with_suffix(suffixes)
+        if not len(selected):
+            raise DataError(
+                f"{self.folder} has {len(names):,} files but no images ({', '.join(suffixes)}); specify"
+                " the folder that has a folder for each class"
+            )
+        # None: all files, so that nothing grows with their number
+        self._selected = selected if len(selected) < len(names) else None
+        found = list(_find_classes(names, self.folder, selected))
+        self.classes = list(classes) if classes is not None else sorted(name for name, _ in found)
+        self._begins = [begin for _, begin in found]
+        self._class_numbers = [self._number_class(name) for name, _ in found]
+
+    def _number_class(self, name: str) -> int:
+        if name in self.classes:
+            return self.classes.index(name)
+        raise DataError(
+            f"{self.folder} has the class {name!r}, which is not in classes ({_abbreviate(self.classes)});"
+            " rename the folder, or specify all classes"
+        )
+
+    def __len__(self) -> int:
+        return len(self.files.names) if self._selected is None else len(self._selected)
+
+    def _find_file(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return index if self._selected is None else int(self._selected[index])
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        file = self._find_file(index)
+        content = self.files.read(file)
+        label = self._class_numbers[bisect_right(self._begins, file) - 1]
+        if self.decode is None:
+            return content, label
+        try:
+            return self.decode(content), label
+        except DataError as error:
+            raise DataError(f"{self.path(index)}: {error}") from error
+
+    def path(self, index: int) -> str:
+        """Return the path of the file of a sample: in its folder, or as it was before it was packed."""
+        return str(self.folder / self.files.names.decode(self._find_file(index)))
+
+    @property
+    def labels(self) -> "np.typing.NDArray[np.int64]":
+        """The class of each sample, int64 of shape (samples,)."""
+        files = np.arange(len(self)) if self._selected is None else self._selected
+        numbers = np.searchsorted(self._begins, files, side="right") - 1
+        return np.array(self._class_numbers, dtype=np.int64)[numbers]
+
+
+def _find_classes(names: NameTable, folder: Path, selected: Any) -> Iterator[tuple[str, int]]:
+    """Yield each class with its first file. Only the borders between classes are searched for."""
+    if isinstance(selected, np.ndarray):
+        first, last = int(selected[0]), int(selected[-1])
+    file = first
+    while file <= last:
+        top, slash, _ = names[file].partition(b"/")
+        following = names.find_first_at_least(top + b"0", file)  # "0" follows "/"
+        images = selected[np.searchsorted(selected, file) : np.searchsorted(selected, following)]
+        if len(images):
+            if not slash:
+                raise DataError(
+                    f"the image {folder / names.decode(int(images[0]))} is in no class folder;"
+                    " move it into one"
+                )
+            yield os.fsdecode(top), file
+        file = max(following, file + 1) if slash else file + 1
+
+
+def _abbreviate(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

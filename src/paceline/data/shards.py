@@ -1,0 +1,58 @@
+"""Shards: samples in ordinary tar files, by index."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.data.shard_files import ShardFiles
+from paceline.data.shard_index import split_sample_name
+from paceline.errors import DataError
+
+
+class Shards:
+    """Samples in tar shards that `paceline pack`, WebDataset or `tar` wrote, as a map-style dataset.
+
+        class Pictures(paceline.Task):
+            folder: str
+            def dataset(self, split):
+                return Shards(f"{self.folder}/{split}", decode=lambda sample: (
+                    decode_image(sample["jpg"]), int(sample["cls"])))
+
+    A sample is a dict of the files that have the same name up to the first point, by the rest of their names
+    in lower case, as bytes: {"__key__": "n01/17", "jpg": …, "cls": …}. These are the names of WebDataset.
+    Each sample is read by one `pread` and compared with its CRC-32.
+
+    path: a folder with tar files, or several tar files. Paceline writes an index of shards that have none:
+    as `shards.index` next to them, or in a cache folder of this user if the folder cannot be written.
+    decode: makes what `[i]` returns of this dict.
+
+    Raises DataError for shards that cannot be read, or differ from the index of `paceline pack`.
+    """
+
+    def __init__(
+        self, path: str | Path | Sequence[str | Path], decode: Callable[[dict[str, Any]], Any] | None = None
+    ):
+        self.files, self.decode = ShardFiles(path), decode
+        if not len(self):
+            raise DataError(f"the shards in {self.files.folder} have no files such as NAME.jpg")
+
+    def __len__(self) -> int:
+        return len(self.files.index.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        files = self.files
+        first, end = files.index.sample_files(index)
+        sample: dict[str, Any] = {}
+        for file, content in enumerate(files.read_range(first, end), first):
+            split = split_sample_name(files.names[file])
+            if split is None:
+                continue
+            if split[1] in sample:
+                raise DataError(
+                    f"{files.names.decode(file)} occurs twice in a shard of {files.folder}; rename one"
+                )
+            sample.setdefault("__key__", split[0].decode(errors="surrogateescape"))
+            sample[split[1]] = content
+        return sample if self.decode is None else self.decode(sample)

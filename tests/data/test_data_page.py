@@ -1,0 +1,30 @@
+"""The examples of docs/data.md run as written."""
+
+import io
+import tarfile
+
+import pytest
+
+from command import succeed
+from image_files import write_images
+from pages import read_blocks
+
+BLOCKS = read_blocks("docs/data.md")
+pytestmark = pytest.mark.processes
+
+
+def test_folder_of_images(tmp_path):
+    (tmp_path / "pictures.py").write_text(BLOCKS["pictures.py"])
+    write_images(tmp_path / "images/train", {"a": 5, "b": 5})
+    words = ("--set", "folder=images", "--batch", "4", "--steps", "2", "--run-dir", "run", "--no-report")
+    assert "done" in succeed("train", "pictures.py", *words, at=tmp_path).out
+
+
+def test_shards(tmp_path, monkeypatch, capsys):
+    (tmp_path / "shards").mkdir()
+    with tarfile.open(tmp_path / "shards/0.tar", "w") as tar:
+        for name in ("1.jpg", "1.cls"):
+            tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    monkeypatch.chdir(tmp_path)
+    exec(BLOCKS["shards"], {})
+    assert capsys.readouterr().out == "1 dict_keys(['__key__', 'jpg', 'cls'])\n"
