@@ -102,6 +102,12 @@ def analyze_model(
     if updates:
         assign_parameters(updates, model)
         analysis = replace(analysis, updates=updates)
+    splits = stand_in = trace = None
+    if plan.pp > 1:
+        from paceline.parallel.pipeline import tracer
+
+        # Before the first pass, which may leave tensors in the model that deepcopy refuses.
+        stand_in = tracer.StandInModel(model, read_layout(task), device)
     if plan.cp > 1:
         from paceline.parallel.context.check import check_context_parallel
 
@@ -115,16 +121,12 @@ def analyze_model(
         from paceline.parallel.shard_units import find_shard_units
 
         units = find_shard_units(model, tasks_of_passes(task, updates), batch, spec.seed)
-    splits = stand_in = trace = None
     with UserCode("the forward pass without values", task.model):
         if plan.tp > 1:
             from paceline.parallel.tensor.apply import find_splits
 
             splits = find_splits(model, task, batch, plan)
-        if plan.pp > 1:
-            from paceline.parallel.pipeline import tracer
-
-            stand_in = tracer.StandInModel(model, read_layout(task), device)
+        if stand_in is not None:
             trace = stand_in.trace_step(task, batch, spec.precision)
             if splits is not None:
                 trace.bar_tensor_parallel_pairs(splits.styles)

@@ -183,13 +183,15 @@ class ContextParallel:
         Raises PlanError on all of these ranks.
         """
         with _without_side_effects(self.model, self.device):
-            expected, trials = self._run_trials(run, gather)
+            trials = self._run_trials(run, gather)
             if any(trial.splits is None and trial.length is None for trial in trials):
                 # A later stage of a pipeline may have begun before the length of the sequences was known.
                 for trial in trials:
                     if trial.length:
                         self.trial_lengths.setdefault(trial.stack, trial.length)
-                expected, trials = self._run_trials(run, gather)
+                trials = self._run_trials(run, gather)
+            # Not the output of the trials, in which hooks of inner modules see each block several times.
+            expected = self._run_whole(run)
             runs, whole = choose_runs(self.plan, self.kind, trials, self.display_names)
             self._add_runs(runs)
             self.whole_units += [name for name in whole if name not in self.whole_units]
@@ -212,14 +214,22 @@ class ContextParallel:
 
     def _run_trials(
         self, run: Callable[[], Any], gather: Callable[[list[Any]], list[Any]]
-    ) -> tuple[Any, list[SplitTrial]]:
-        """Return the output, and the trials of all blocks in the order of their calls."""
+    ) -> list[SplitTrial]:
+        """Return the trials of all blocks in the order of their calls."""
         self.is_learning, self.trials = True, []
         try:
-            output = run()
+            run()
         finally:
             self.is_learning, self.trial_lengths = False, {}
-        return output, sorted(gather(self.trials), key=lambda trial: trial.stage)
+        return sorted(gather(self.trials), key=lambda trial: trial.stage)
+
+    def _run_whole(self, run: Callable[[], Any]) -> Any:
+        """Return the output of a pass on whole sequences."""
+        runs, self.runs = self.runs, []
+        try:
+            return run()
+        finally:
+            self.runs = runs
 
     def _find_difference(self, expected: Any, run: Callable[[], Any]) -> str | None:
         """Return what is wrong with the output of a pass on slices.

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.module_hooks import CallInterceptor, Run
 from paceline.parallel.pipeline.buffers import BufferUse, StageBuffers
-from paceline.parallel.pipeline.tracer import ForwardTrace, PartCall, PassedThrough, TensorMeta
+from paceline.parallel.pipeline.capturing_hooks import replay_hooks
+from paceline.parallel.pipeline.tracer import ForwardTrace, PartCall, PassedThrough, Returned, TensorMeta
 from paceline.plan.partition import partition as balance
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 
@@ -342,13 +343,7 @@ class Stage(nn.Module):
             leaves = tree_leaves((args, kwargs))
             raise StageExit(tuple(map(_make_sendable, (leaves[leaf] for leaf in call.crossing))))
         if at < self.first and not call.is_replicated:
-            outputs, structure = call.output
-            given = (
-                tree_leaves((args, kwargs))
-                if any(isinstance(leaf, PassedThrough) for leaf in outputs)
-                else []
-            )
-            return tree_unflatten([self._stand_in(leaf, given) for leaf in outputs], structure)
+            return self._answer(call, args, kwargs)
         if at == self.first:
             leaves = tree_leaves((args, kwargs))
             for leaf, value in zip(call.crossing, self.received, strict=True):
@@ -360,9 +355,24 @@ class Stage(nn.Module):
         finally:
             self.interceptor.inside = False
 
-    def _stand_in(self, leaf: Any, given: Sequence[Any]) -> Any:
+    def _answer(self, call: PartCall, args: Any, kwargs: Any) -> Any:
+        """Return placeholders for the output of a part of another stage, and let its hooks keep them."""
+        outputs, structure = call.output
+        uses_given = call.hooks or any(isinstance(leaf, PassedThrough) for leaf in outputs)
+        given = tree_leaves((args, kwargs)) if uses_given else []
+        returned = [self._stand_in(leaf, given) for leaf in outputs]
+        replay_hooks(
+            self.interceptor.parts[call.part],
+            call.hooks,
+            lambda leaf: self._stand_in(leaf, given, returned),
+        )
+        return tree_unflatten(returned, structure)
+
+    def _stand_in(self, leaf: Any, given: Sequence[Any], returned: Sequence[Any] = ()) -> Any:
         if isinstance(leaf, PassedThrough):
             return given[leaf.index]
+        if isinstance(leaf, Returned):
+            return returned[leaf.index]
         return leaf.placeholder(self.device) if isinstance(leaf, TensorMeta) else leaf
 
 

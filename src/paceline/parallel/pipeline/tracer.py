@@ -10,7 +10,8 @@ expert.
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from paceline.parallel.autograd_graph import find_reached_parameters
 from paceline.parallel.forward import autocast, call_loss, call_model
 from paceline.parallel.module_hooks import CallInterceptor, Run, find_parts
 from paceline.parallel.pipeline.buffers import BufferUse
+from paceline.parallel.pipeline.capturing_hooks import HookCall, record_hooks
 from paceline.task import Layout, Task
 from paceline.user_code import UserCode
 
+EMPTY: Mapping[int, int] = MappingProxyType({})
 Mask = int  # bit c is set: depends on values before cut c that do not cross it
 
 
@@ -54,6 +57,13 @@ class PassedThrough:
     index: int  # among the leaves of (args, kwargs)
 
 
+@dataclass(frozen=True)
+class Returned:
+    """A tensor that a part returns, where a hook saw it."""
+
+    index: int  # among the leaves of the output
+
+
 @dataclass
 class PartCall:
     """A call of a part."""
@@ -69,6 +79,8 @@ class PartCall:
     # recomputed.
     ops_hash: int = 0
     is_written: bool = False  # other code writes into its output
+    # Calls of hooks that keep what they see; their leaves are as those of the output, or Returned.
+    hooks: list[HookCall] = field(default_factory=list)
 
 
 @dataclass
@@ -294,6 +306,7 @@ class _Tracer(TorchDispatchMode):
             for name, part in model.interceptor.parts.items()
         }
         self.now = -1  # index of the latest call
+        self.operations = 0  # that compute, so far
         self.grad_enabled = grad_enabled  # for the pass as a whole
         self.inside = False  # inside a part
         self.inside_own = False  # inside a part with parameters: later stages do not have its values
@@ -320,6 +333,7 @@ class _Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = _tensors((args, kwargs))
+        self.operations += func is not torch.ops.aten.detach.default
         mask = 0
         for tensor in inputs:
             mask |= self.mask_of(tensor)
@@ -440,7 +454,8 @@ class _Tracer(TorchDispatchMode):
         has_parameters = any(True for _ in self.model.interceptor.parts[name].parameters())
         self.inside = self.model.interceptor.inside = True
         self.inside_own = has_parameters
-        result = run(*args, **kwargs)
+        with record_hooks(self.model.interceptor.parts[name], lambda: self.operations) as hooks:
+            result = run(*args, **kwargs)
         self._note_buffer_assignments()
         self.inside = self.model.interceptor.inside = self.inside_own = False
         call.is_replicated = not has_parameters and not any(map(self.mask_of, _tensors(result)))
@@ -448,9 +463,15 @@ class _Tracer(TorchDispatchMode):
         # Not tree_map: a user's class may check what it is built from.
         leaves, structure = tree_flatten(result)
         call.output = (
-            [self._meta(leaf, given) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+            [self._meta(leaf, given) for leaf in leaves],
             structure,
         )
+        returned = {id(leaf): index for index, leaf in enumerate(leaves)}
+        for hook in hooks:
+            self.kept += _tensors(hook.leaves)
+            call.hooks.append(
+                replace(hook, leaves=[self._meta(leaf, given, returned) for leaf in hook.leaves])
+            )
         for tensor in _tensors(result):
             if id(tensor) not in given:
                 if not call.is_replicated:  # later stages do not have it, whatever it depends on
@@ -476,10 +497,15 @@ class _Tracer(TorchDispatchMode):
             self.trace.barred.setdefault(at, f"{name} does not take values computed before it")
 
     @staticmethod
-    def _meta(tensor: Tensor, given: Mapping[int, int]) -> TensorMeta | PassedThrough:
-        if id(tensor) in given:
-            return PassedThrough(given[id(tensor)])
-        return TensorMeta(tuple(tensor.shape), tensor.dtype)
+    def _meta(leaf: Any, given: Mapping[int, int], returned: Mapping[int, int] = EMPTY) -> Any:
+        """Return what stands for a leaf on stages that do not run the part."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) in given:
+            return PassedThrough(given[id(leaf)])
+        if id(leaf) in returned:
+            return Returned(returned[id(leaf)])
+        return TensorMeta(tuple(leaf.shape), leaf.dtype)
 
     def finish(self, results: Iterable[Any]) -> None:
         """Complete the trace. `results`: what the task computes from the output of the model."""
