@@ -56,6 +56,9 @@ export function age(value: number): string {
   return value < 60 ? `${Math.round(value)} s ago` : `${clock(value)} ago`;
 }
 
+/** An amount in a currency that nobody named. */
+export const money = (value: number): string => (value < 1000 ? value.toFixed(2) : scaled(value, 1000, ["", "k", "M", "G"]));
+
 export const percent = (value: number): string => `${number(100 * value, 2)} %`;
 
 export function date(time: number): string {

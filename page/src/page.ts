@@ -4,7 +4,7 @@ import "uplot/dist/uPlot.min.css";
 import "./page.css";
 import { CurvePanels } from "./curves";
 import { h, show } from "./dom";
-import { age, clock, count, date, energy, number, percent, short } from "./format";
+import { age, clock, count, date, energy, money, number, percent, short } from "./format";
 import { ComparePanels } from "./compare";
 import { FindingsPanel } from "./findings";
 import { MachinePanels } from "./machine";
@@ -178,7 +178,9 @@ class Page {
     if (typeof header.left_s === "number") pairs.push(pair(clock(header.left_s), "to the end"));
     if (header.plan) pairs.push(pair(`${header.plan} · ${count(header.ranks)} ${header.ranks === 1 ? "rank" : "ranks"}`, `${header.device} · ${header.precision} · batch ${count(header.batch)}`));
     if (typeof header.samples_per_s === "number") pairs.push(pair(short(header.samples_per_s), "samples/s"));
+    if (typeof header.mfu === "number") pairs.push(pair(percent(header.mfu), "MFU"));
     if (typeof header.energy_J === "number") pairs.push(pair(energy(header.energy_J), "energy"));
+    if (typeof header.cost === "number") pairs.push(pair(money(header.cost), header.cost_to_end ? `cost · ${money(header.cost + header.cost_to_end)} at the end` : "cost"));
     for (const [name, value] of Object.entries(header.metrics ?? {}).slice(0, 2)) pairs.push(pair(number(value), name.includes("/") ? name : `validation ${name}`));
     if (header.updated) {
       const late = Math.max(0, Date.now() / 1000 - this.store.clockAhead - header.updated);

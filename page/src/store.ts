@@ -35,6 +35,9 @@ export interface Header {
   samples_per_s?: number | null;
   step_s?: number | null;
   energy_J?: number | null;
+  mfu?: number | null;
+  cost?: number | null;
+  cost_to_end?: number | null;
   metrics?: Record<string, number | null>;
 }
 

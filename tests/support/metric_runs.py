@@ -68,5 +68,6 @@ def write_run(at: Path, lines: list[dict[str, Any]] | None = None) -> RunFolder:
         )
     )
     predicted = {name: {"predicted": seconds, "spread": 0.1} for name, seconds in PARTS.items()}
-    run.profile.write_text(json.dumps({"plan": "ddp", "ranks": 2, "batch": 8, "time_s": predicted}))
+    profile = {"plan": "ddp", "ranks": 2, "batch": 8, "time_s": predicted, "flops": 1e9, "peak_flops": 1e11}
+    run.profile.write_text(json.dumps(profile))
     return run

@@ -66,7 +66,7 @@ def test_values_are_those_of_the_files(run):
         "learning_rate": 0.01, "step_seconds": 0.125, "data_seconds": 0.0625, "samples_per_second": 64.0,
         "remaining_seconds": 49 * 0.125, "starts_total": 2, "saves_total": 2, "saved_bytes_total": 1500,
         "save_blocked_seconds_total": 0.75, "evaluations_total": 1, "evaluation_seconds_total": 1.5,
-        "stalls_total": 1,
+        "stalls_total": 1, "model_flops_utilization_ratio": 0.08,
     }  # fmt: skip
     assert {name: value(f"run_{name}") for name in expected} == expected
     assert value("run_metric", metric="accuracy") == 0.75

@@ -1,5 +1,6 @@
 """What the page shows of a run is what its files have, which are written here by json alone."""
 
+import contextlib
 import json
 import random
 from typing import Any
@@ -62,6 +63,39 @@ def test_header_and_curves_have_the_values_of_the_events(run):
     assert tables["curve:step:loss"]["x"] == [*range(1, 41)]
     assert show(run, axis="samples")[1]["curve:step:loss"]["x"] == [*range(8, 328, 8)]
     assert show(run, filter="grad")[0]["curves"]["names"] == ["step:grad_norm"]
+
+
+def test_mfu_and_cost_are_shown_where_they_are_known(run, tmp_path):
+    """40 steps of 10 ms in 40 s, of a start that took 20 s: 2 ranks for 60 s."""
+
+    def find(price: float | None = None, **profile: Any) -> tuple[Any, ...]:
+        run.profile.write_text(json.dumps(PREDICTED | profile))
+        header = build(WatchedRun("x", run, price), Selection())[0]["header"]
+        return header["mfu"], header["cost"], header["cost_to_end"]
+
+    lines = build_lines(40)
+    lines[0]["start_s"] = {"import": 15.0, "build": 5.0}
+    run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert find() == (None, None, None)
+    assert find(flops=1e9) == find(peak_flops=1e12) == find(flops=0, peak_flops=1e12) == (None, None, None)
+    assert find(flops=1e9, peak_flops=1e12) == (0.1, None, None)  # 1e9 / 0.01 s / 1e12
+    assert find(price_per_device_hour=3.6) == (None, 0.12, None)  # 120 device seconds
+    assert find(7.2, price_per_device_hour=3.6) == (None, 0.24, None)
+    assert find(flops=1e9, peak_flops=1e12, plan="zero3") == (None, None, None)
+    with contextlib.closing(run.lock()):
+        to_end = 3.6 * 2 * 0.01 * (10**6 - 40) / 3600
+        assert find(3.6)[2] == pytest.approx(to_end, rel=1e-3)
+
+
+def test_cost_counts_the_ranks_of_each_start(run):
+    """A second start with 4 ranks lasts 10 s."""
+    again = started(40, 1.7e9 + 100) | {"ranks": 4, "start_s": {"import": 2.0}}
+    draw = random.Random(4)
+    with run.events.open("a") as file:
+        for line in (again, step(41, 1.7e9 + 108, draw)):
+            file.write(json.dumps(line) + "\n")
+    header = build(WatchedRun("x", run, 3600.0), Selection())[0]["header"]
+    assert header["cost"] == pytest.approx(2 * 40 + 4 * 10)
 
 
 def test_prediction_is_shown_beside_the_measurement(run):

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -364,6 +365,20 @@ def test_traced_pipeline_is_shown_over_its_ideal_schedule(runs, server, browser)
     rows = read_table(browser, "Pipeline")
     assert ["1", "backward", "1", "4", "5"] in rows
     assert len(rows) == 1 + 8
+    shutil.rmtree(run.path)
+
+
+def test_header_shows_mfu_and_cost_if_they_are_known(runs, server, browser):
+    run = folder(runs / "priced", build_lines(5))
+    times = {"step": {"predicted": 0.01}, "compute": {"predicted": 0.01}}
+    profile = {"plan": "ddp", "ranks": 2, "batch": 8, "time_s": times, "flops": 1e9, "peak_flops": 1e12}
+    run.profile.write_text(json.dumps(profile | {"price_per_device_hour": 36e6}))
+    open_run(browser, server, "priced")
+    text = browser.run("document.querySelector('header').innerText")
+    assert re.search(r"\d %\s+MFU", text)
+    assert "10.0 k\ncost" in text or "10 k\ncost" in text  # 0.5 s on 2 ranks
+    open_run(browser, server, "first")
+    assert "MFU" not in browser.run("document.querySelector('header').innerText")
     shutil.rmtree(run.path)
 
 

@@ -107,7 +107,15 @@ def predict_run(folder: RunFolder, measured_run: "RunBreakdown", machine: "Clust
         return PredictionReport(measured_run, None, str(error))
     guesses = answer.plans[0][1].time.guesses
     notes = (*answer.assumed, *(["extrapolated: " + "; ".join(guesses)] if guesses else []))
-    return PredictionReport(measured_run, answer.plans[0][1], "", machine.name or machine.device.name, notes)
+    price = machine.price_per_device_hour
+    return PredictionReport(
+        measured_run,
+        answer.plans[0][1],
+        "",
+        machine.name or machine.device.name,
+        notes,
+        price.value if price is not None else None,
+    )
 
 
 def _read_breakdown(folder: RunFolder) -> "tuple[RunBreakdown, Skipped]":

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.plan_options import Price
+
 METRICS = "Metrics for Prometheus"
 
 
@@ -57,11 +59,13 @@ def watch(
         bool,
         typer.Option("--grafana", help="Print a Grafana dashboard, and exit.", rich_help_panel=METRICS),
     ] = False,
+    price: Price = None,
     until_eof: Annotated[
         bool, typer.Option("--until-eof", hidden=True, help="End at the end of the standard input.")
     ] = False,
 ) -> None:
     """Show runs in the browser, live. Prints one address, which only works for you; Ctrl-C ends it."""
+    from paceline.cli.plan_options import check_positive
     from paceline.errors import LaunchError, RunError, SpecError
     from paceline.web.listeners import listen_on_path, listen_on_port
     from paceline.web.ssh import parse_remote, watch_remote
@@ -73,6 +77,7 @@ def watch(
 
         print(read_dashboard(), end="")
         return
+    check_positive(price=price)
     if token_file is not None and not metrics:
         raise SpecError("--token-file requires --metrics; add it")
     path = Path(runs)
@@ -82,7 +87,9 @@ def watch(
                 raise SpecError(
                     f"{option} requires a folder of this machine; run paceline watch on {remote[0]}"
                 )
-        watch_remote(*remote, program, port, ["--metrics"] if metrics else [])
+        options = ["--metrics"] if metrics else []
+        options += ["--price", str(price)] if price is not None else []
+        watch_remote(*remote, program, port, options)
         return
     if not path.is_dir():
         raise RunError(f"no such folder: {path}; specify the folder of a run, or one that contains runs")
@@ -100,7 +107,7 @@ def watch(
     from paceline.web.runs import RunList
     from paceline.web.textfile import write_regularly
 
-    access, run_list = Access(), RunList(path)
+    access, run_list = Access(), RunList(path, price)
     if metrics:
         token = metrics_token.read_or_create(token_file) if token_file is not None else access.token
         access = dataclasses.replace(access, metrics_token=token)

@@ -26,13 +26,15 @@ from paceline.units import format_bytes, format_seconds, several
 class PredictionReport:
     """A measured breakdown and its prediction.
 
-    cost: the prediction; None for the reason in `unpredicted`. notes: assumptions of the prediction."""
+    cost: the prediction; None for the reason in `unpredicted`. notes: assumptions of the prediction.
+    price_per_hour: of a device."""
 
     measured: RunBreakdown
     cost: Cost | None
     unpredicted: str = ""
     cluster: str = ""
     notes: tuple[str, ...] = ()
+    price_per_hour: float | None = None
 
     @property
     def time(self) -> list[ComparisonRow]:
@@ -163,6 +165,12 @@ def to_json(report: PredictionReport) -> str:
         "cluster": report.cluster or None,
         "not_predicted": report.unpredicted or None,
         "notes": report.notes,
+    }
+    time = report.cost.time if report.cost is not None else None
+    facts |= {
+        "flops": time.flops if time is not None else None,
+        "peak_flops": time.peak_flops if time is not None else None,
+        "price_per_device_hour": report.price_per_hour,
     }
     facts |= {
         "slow_rank": measured.straggler,

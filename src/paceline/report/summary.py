@@ -30,6 +30,7 @@ class Summary:
     ended: Ended | None  # None: interrupted, or still running
     wall_s: Mapping[str, float] = field(default_factory=dict)  # start, training, end; of all starts
     notes: tuple[str, ...] = ()  # during the training, each once
+    device_s: float = 0.0  # wall time × ranks, of all starts
     losses: Mapping[str, float] = field(default_factory=dict)  # of the last step, by name
     sampled: int | None = None  # number of steps read of a long run, which represent all; None: all were read
 
@@ -49,6 +50,7 @@ class SummaryBuilder:
         self._ended: Ended | None = None
         self._losses: Mapping[str, float] = {}
         self._wall_s = {"start": 0.0, "training": 0.0, "end": 0.0}
+        self._device_s = 0.0
         self._until = 0.0  # time of the last progress
 
     def add(self, event: Event, count: int = 1) -> None:
@@ -56,7 +58,7 @@ class SummaryBuilder:
             case Started():
                 self._started, self._ended = event, None
                 self._starts += 1
-                self._wall_s["start"] += sum(event.start_s.values())
+                self._add_wall_time("start", sum(event.start_s.values()))
                 self._until = event.time
                 for spent in (self.history, self._evaluating, self._saving):
                     spent.cut(event.step)
@@ -81,10 +83,14 @@ class SummaryBuilder:
                 self._failures.append(event)
             case Ended():
                 self._ended = event
-                self._wall_s["end"] += max(0.0, event.time - self._until)
+                self._add_wall_time("end", max(0.0, event.time - self._until))
+
+    def _add_wall_time(self, name: str, seconds: float) -> None:
+        self._wall_s[name] += seconds
+        self._device_s += seconds * (self._started.ranks if self._started is not None else 0)
 
     def _add_training_time(self, now: float) -> None:
-        self._wall_s["training"] += max(0.0, now - self._until)
+        self._add_wall_time("training", max(0.0, now - self._until))
         self._until = max(self._until, now)
 
     def build(self) -> Summary:
@@ -116,6 +122,7 @@ class SummaryBuilder:
             failures=tuple(self._failures),
             ended=ended,
             wall_s=dict(self._wall_s),
+            device_s=self._device_s,
             notes=tuple(self._notes),
             losses=self._losses,
             sampled=len(history.points) if history.is_thinned else None,

@@ -112,7 +112,14 @@ def build_header(run: WatchedRun) -> dict[str, Any]:
     left_s = None
     if state == "running" and summary.step_s is not None and math.isfinite(summary.step_s):
         left_s = max(0, started.steps - summary.steps) * summary.step_s
+    prediction = read_prediction(run.folder, started)
+    price = run.price_per_hour if run.price_per_hour is not None else prediction.price_per_hour
+    cost = summary.device_s / 3600 * price if price is not None else None
+    cost_to_end = left_s * started.ranks / 3600 * price if price is not None and left_s is not None else None
     return header | {
+        "mfu": round_to(prediction.find_utilization(_finite(summary.step_s)), 4),
+        "cost": round_to(cost, 4),
+        "cost_to_end": round_to(cost_to_end, 4),
         "task": started.task.rpartition("/")[2],
         "step": summary.steps,
         "steps": started.steps,

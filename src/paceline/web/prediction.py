@@ -4,6 +4,7 @@ A page never predicts: that takes the task of the run, whose code another user m
 """
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +20,21 @@ MAX_BYTES = 2**20
 class StoredPrediction:
     """Predicted seconds of a step and bytes of a rank by part, each with its standard deviation.
 
-    problem: why there are none."""
+    flops: of the model on one rank in a step. peak_flops: of a device, per second. price_per_hour: of a
+    device. Those that are unknown are None. problem: why there is no prediction."""
 
     time_s: dict[str, tuple[float, float]] = field(default_factory=dict)
     memory_bytes: dict[str, tuple[float, float]] = field(default_factory=dict)
+    flops: float | None = None
+    peak_flops: float | None = None
+    price_per_hour: float | None = None
     problem: str = ""
+
+    def find_utilization(self, step_s: float | None) -> float | None:
+        """Return the model FLOP utilization (MFU) of steps of this duration; None if it is unknown."""
+        if not self.flops or not self.peak_flops or not step_s or not math.isfinite(step_s):
+            return None
+        return self.flops / (step_s * self.peak_flops)
 
 
 def read_prediction(run: RunFolder, started: Started | None) -> StoredPrediction:
@@ -44,7 +55,13 @@ def read_prediction(run: RunFolder, started: Started | None) -> StoredPrediction
     time_s = _read_parts(tree.get("time_s"), TIME_PARTS)
     if not time_s:
         return StoredPrediction(problem=f"{run.profile} has no prediction; {hint}")
-    return StoredPrediction(time_s, _read_parts(tree.get("memory_bytes"), MEMORY_PARTS))
+    return StoredPrediction(
+        time_s,
+        _read_parts(tree.get("memory_bytes"), MEMORY_PARTS),
+        flops=_read_amount(tree, "flops"),
+        peak_flops=_read_amount(tree, "peak_flops"),
+        price_per_hour=_read_amount(tree, "price_per_device_hour"),
+    )
 
 
 def _read_parts(tree: Any, names: Any) -> dict[str, tuple[float, float]]:
@@ -55,6 +72,11 @@ def _read_parts(tree: Any, names: Any) -> dict[str, tuple[float, float]]:
             spread: Any = row.get("spread")
             parts[name] = (float(row["predicted"]), float(spread) if _is_amount(spread) else 0.0)
     return parts
+
+
+def _read_amount(tree: dict[str, Any], key: str) -> float | None:
+    value = tree.get(key)
+    return float(value) if value is not None and _is_amount(value) else None
 
 
 def _is_amount(value: Any) -> bool:

@@ -58,6 +58,11 @@ FAMILIES: dict[str, tuple[str, str, str]] = {
         "seconds",
         "Parts of a step, as paceline profile predicted them.",
     ),
+    "run_model_flops_utilization_ratio": (
+        "gauge",
+        "ratio",
+        "FLOPs of the model per second, relative to the peak of the devices.",
+    ),
     "run_memory_part_bytes": (
         "gauge",
         "bytes",
@@ -193,7 +198,9 @@ def add_run(sink: MetricSink, run: Labels, state: str, summary: Summary, totals:
         add("step_part_seconds", value, ("part", part))
     for part, value in totals.parts("memory", MEMORY_PARTS).items():
         add("memory_part_bytes", value, ("part", part))
-    for part, (seconds, _) in read_prediction(totals.run, started).time_s.items():
+    prediction = read_prediction(totals.run, started)
+    add("model_flops_utilization_ratio", prediction.find_utilization(summary.step_s))
+    for part, (seconds, _) in prediction.time_s.items():
         add("predicted_step_part_seconds", seconds, ("part", part))
 
 

@@ -46,8 +46,8 @@ class ListedRun:
 class RunList:
     """The runs in a folder, or a single run. Methods may be called by several threads."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, price_per_hour: float | None = None):
+        self.path, self._price_per_hour = path, price_per_hour
         self.problem = ""  # why the list is empty or incomplete
         self._ids: dict[Path, str] = {}
         self._runs: dict[str, ListedRun] = {}
@@ -104,7 +104,7 @@ class RunList:
             if watched is None:
                 if run is None:
                     raise RunError("no such run; it was deleted, or paceline watch was started again")
-                watched = self._views[run_id] = WatchedRun(run_id, run.folder)
+                watched = self._views[run_id] = WatchedRun(run_id, run.folder, self._price_per_hour)
             self._views.move_to_end(run_id)
             while len(self._views) > MAX_VIEWS:
                 self._views.popitem(last=False)
@@ -117,10 +117,12 @@ def _running_name(run: ListedRun) -> str:
 
 
 class WatchedRun:
-    """The history of a run. A thread that uses `view` must hold `lock`."""
+    """The history of a run. A thread that uses `view` must hold `lock`.
 
-    def __init__(self, run_id: str, folder: RunFolder):
-        self.id, self.folder = run_id, folder
+    price_per_hour: of a device; None: that of the prediction, if it has one."""
+
+    def __init__(self, run_id: str, folder: RunFolder, price_per_hour: float | None = None):
+        self.id, self.folder, self.price_per_hour = run_id, folder, price_per_hour
         self.view = RunView(folder)
         self.summary = self.view.summary  # until the last `refresh`; it takes long for a long run
         self.lock = threading.Lock()
