@@ -28,7 +28,7 @@ from paceline.verify.run import Verdict, Verification, choose_batch
 from works_page import Cell, format_page
 from zoo.catalog import ENTRIES, Entry
 
-PLANS = ("ddp", "zero3", "tp=2", "pp=2,pp_schedule=1f1b")
+PLANS = ("ddp", "zero3", "tp=2", "pp=2,pp_schedule=1f1b", "cp=2")
 LARGE_RANKS, FEW_STEPS = 8, 2
 TIMEOUT_S = 600.0  # per plan
 PACKAGES = re.compile(r"[^\s(]*/site-packages/")  # where this machine has them

@@ -24,6 +24,9 @@ SAME = (
     "rounding"
 )
 REFUSED = "a number: the plan is refused; the reason is below the tables"
+# Names of classes in reasons, which would make one reason many.
+NAMED = re.compile(r"(?<=and )\w+(?= calls no F\.)|(?<=but )\w+(?= has no linear layer)")
+OF_TASK = re.compile(r"(?<=global_loss\(\)) of \w+")
 WRONG = "✗: the result differs, or the ranks failed"
 
 
@@ -112,7 +115,8 @@ class _Reasons:
         if cell is None:
             return ""
         if cell.outcome == "refused":
-            return str(self.numbers.setdefault(cell.reason, len(self.numbers) + 1))
+            reason = OF_TASK.sub("", NAMED.sub("the model", cell.reason))
+            return str(self.numbers.setdefault(reason, len(self.numbers) + 1))
         return "✓" if cell.outcome == "same" else "✗"
 
     def lines(self) -> list[str]:
