@@ -1,4 +1,4 @@
-"""paceline watch: show runs in the browser, live."""
+"""paceline watch: show runs in the browser or in the terminal, live."""
 
 import contextlib
 import dataclasses
@@ -31,6 +31,13 @@ def watch(
             help="Listen on this Unix socket instead of a port. Its folder is created for it.",
         ),
     ] = None,
+    terminal: Annotated[
+        bool,
+        typer.Option(
+            "--terminal",
+            help="Show them in this terminal. Without a terminal, print lines until the runs end.",
+        ),
+    ] = False,
     program: Annotated[
         str,
         typer.Option(metavar="COMMAND", help="Command of Paceline on HOST [default: paceline]."),
@@ -64,7 +71,10 @@ def watch(
         bool, typer.Option("--until-eof", hidden=True, help="End at the end of the standard input.")
     ] = False,
 ) -> None:
-    """Show runs in the browser, live. Prints one address, which only works for you; Ctrl-C ends it."""
+    """Show runs in the browser, live. Prints one address, which only works for you; Ctrl-C ends it.
+
+    With --terminal, show them in the terminal instead.
+    """
     from paceline.cli.plan_options import check_positive
     from paceline.errors import LaunchError, RunError, SpecError
     from paceline.web.listeners import listen_on_path, listen_on_port
@@ -81,6 +91,9 @@ def watch(
     if token_file is not None and not metrics:
         raise SpecError("--token-file requires --metrics; add it")
     path = Path(runs)
+    if terminal:
+        serving = {"--port": port, "--socket": socket, "--metrics": metrics, "--textfile": textfile}
+        _watch_in_terminal(runs, [name for name, value in serving.items() if value])
     if socket is None and (remote := parse_remote(runs)) is not None:
         for option, value in (("--token-file", token_file), ("--textfile", textfile)):
             if value is not None:
@@ -124,3 +137,36 @@ def watch(
         if textfile is not None:
             stack.enter_context(write_regularly(textfile, MetricsCollector(run_list).collect))
         server.serve(run_list, access, listener, sys.stdin.buffer.read if until_eof else None)
+
+
+def _watch_in_terminal(runs: str, serving: list[str]) -> None:
+    """Show runs in the terminal until the user quits, or print lines until the runs end.
+
+    serving: options that were given and make sense for a server only."""
+    from paceline.errors import LaunchError, RunError, SpecError
+    from paceline.terminal import follow
+    from paceline.web.runs import RunList
+    from paceline.web.ssh import parse_remote
+
+    if serving:
+        raise SpecError(f"--terminal starts no server; leave out {' and '.join(serving)}")
+    path = Path(runs)
+    if (remote := parse_remote(runs)) is not None:
+        host, there = remote
+        raise SpecError(
+            f"--terminal shows runs of this machine; for runs of {host} use: "
+            f"ssh -t {host} paceline watch {there or 'runs'} --terminal"
+        )
+    if not path.is_dir():
+        raise RunError(f"no such folder: {path}; specify the folder of a run, or one that contains runs")
+    if not follow.is_screen():
+        raise typer.Exit(follow.follow(RunList(path)))
+    try:
+        from paceline.terminal import app
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "paceline":
+            raise
+        raise LaunchError(
+            f'--terminal requires {error.name}, which is not installed; pip install "paceline[tui]"'
+        ) from None
+    raise typer.Exit(app.show(RunList(path)))

@@ -31,15 +31,19 @@ def format_findings(result: Findings) -> Iterator[str]:
 
 def format_finding(finding: Finding) -> str:
     """Return a finding with its cost in a line: `- 41 % of the time (3.2 h to the end): …`."""
-    cost = ""
-    if finding.cost_share is not None:
-        cost = f"costs {finding.cost_share:.0%} of the time"
-        if finding.to_end_s:
-            cost += f", {_format_hours(finding.to_end_s)} to the end"
-        elif finding.lost_s:
-            cost += f", {_format_hours(finding.lost_s)} of this run"
+    cost = format_cost(finding.cost_share, finding.lost_s, finding.to_end_s)
     details = "; ".join(filter(None, (cost, "simulated" if finding.simulated else "")))
     return f"- {finding.sentence}" + (f" ({details})" if details else "")
+
+
+def format_cost(share: float | None, lost_s: float | None, to_end_s: float | None) -> str:
+    """Return the cost of a finding: `costs 41% of the time, 3.2 h to the end`; empty if it is unknown."""
+    if share is None:
+        return ""
+    cost = f"costs {share:.0%} of the time"
+    if to_end_s:
+        return f"{cost}, {_format_hours(to_end_s)} to the end"
+    return f"{cost}, {_format_hours(lost_s)} of this run" if lost_s else cost
 
 
 def _format_hours(seconds: float) -> str:

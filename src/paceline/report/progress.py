@@ -47,11 +47,11 @@ def watch(
         for event in events:
             if not shows:
                 with contextlib.suppress(OSError):  # the disk is full; the run continues
-                    shows = [_show_lines(partial(_log, stack.enter_context(open_append(run.log))))]
+                    shows = [show_lines(partial(_log, stack.enter_context(open_append(run.log))))]
                 shows.append(
                     stack.enter_context(_show_bar(console))
                     if console.is_terminal
-                    else _show_lines(partial(_print, console))
+                    else show_lines(partial(_print, console))
                 )
                 if importlib.util.find_spec("tensorboard") is not None:
                     shows.append(stack.enter_context(_write_scalars(run)))
@@ -84,7 +84,8 @@ def _log(file: TextIO, text: str) -> None:
     print(time.strftime("%H:%M:%S"), text, file=file)
 
 
-def _show_lines(write: Callable[[str], Any]) -> Show:
+def show_lines(write: Callable[[str], Any]) -> Show:
+    """Return a function that writes events as lines, at most one line of steps per second."""
     last, lr_group = float("-inf"), ""
 
     def show(event: Event) -> None:

@@ -77,6 +77,24 @@ def build_machine(view: RunView, chosen: str) -> tuple[dict[str, Any], dict[str,
     return panel, tables
 
 
+def list_last_values(view: RunView) -> list[dict[str, Any]]:
+    """Return for each node its name, the time of its last sample, and the last value of each column.
+
+    "totals": the last value of each limit, such as "memory total"."""
+    return [
+        {
+            "node": without_controls(node.node),
+            "time": node.times[-1],
+            "values": {
+                name: column.group(len(node.times) - 1, len(node.times))[2]
+                for name, column in node.columns.items()
+            },
+            "totals": dict(node.totals),
+        }
+        for node in _list_nodes(view)
+    ]
+
+
 def build_map(
     view: RunView, chosen: str, started: Started | None
 ) -> tuple[dict[str, Any], dict[str, Columns]]:

@@ -5,12 +5,26 @@ from typing import Any
 
 from paceline.doctor import heartbeat
 from paceline.doctor.heartbeat import Heartbeat
+from paceline.doctor.rank_state import find_state, read_heartbeats
 from paceline.errors import RunError
 from paceline.files import open_regular
 from paceline.run import RunFolder
 from paceline.units import is_whole_number, without_controls
 
 MAX_BYTES = 2**16
+MAX_RANKS = 4096  # in the list of all ranks
+LIST_S = 1.0  # between two looks at all heartbeats
+
+
+def list_ranks(run: RunFolder) -> dict[str, Any]:
+    """Return the state and phases of each rank of the last start, by the clock of the file system."""
+    beats = read_heartbeats(run, offset_s=0.0)
+    rows = [
+        {"rank": rank, "state": "missing"} if beat is None else _build_row(beat) | {"state": find_state(beat)}
+        for rank, beat in enumerate(beats[:MAX_RANKS])
+    ]
+    problem = f"only the first {MAX_RANKS} of {len(beats)} ranks are shown" if len(beats) > MAX_RANKS else ""
+    return {"ranks": rows, "problem": problem}
 
 
 def read_rank(run: RunFolder, number: str) -> dict[str, Any]:
@@ -20,6 +34,10 @@ def read_rank(run: RunFolder, number: str) -> dict[str, Any]:
     beat: Heartbeat | None = None if path.is_symlink() else heartbeat.read(path, Heartbeat)
     if beat is None:
         raise RunError(f"rank {rank} has no heartbeat in {path}")
+    return _build_row(beat)
+
+
+def _build_row(beat: Heartbeat) -> dict[str, Any]:
     return {
         "rank": beat.rank,
         "host": beat.host,

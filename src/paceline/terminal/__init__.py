@@ -1,0 +1,1 @@
+"""Runs in a terminal, live: the panels of the page as text."""
