@@ -245,9 +245,6 @@ FAULTS = [
     Case("16 threads", ("threads",), ("--set", "spec.threads=16")),
     Case("8 threads on two ranks", ("threads",), ("--set", "spec.threads=8", *DDP)),
     Case("tf32 on a CPU", ("ineffective-option",), ("--tf32",)),
-    Case(
-        "betas of sgd", ("ineffective-option",), ("--optimizer", "sgd", "--set", "optimizer.betas=[0.8, 0.9]")
-    ),
     Case("floor of a constant schedule", ("ineffective-option",), ("--set", "schedule.floor=0.1")),
     Case("loss spikes for 6 steps", ("loss-spike",), fields={"spike_at": 150}, steps=250),
     Case(

@@ -10,6 +10,7 @@ import pytest
 from paceline import spec as specs
 from paceline.cli.keys import type_name
 from paceline.errors import SpecError
+from paceline.optimizer_options import OPTIMIZERS
 from paceline.spec import (
     TOO_LARGE,
     Launch,
@@ -45,9 +46,8 @@ FULL = Spec(
         lr=0.1 + 0.2,
         momentum=0.5,
         nesterov=True,
+        dampening=0.0,
         clip=0.5,
-        betas=(0.8, 0.95),
-        eps=1e-6,
         weight_decay=0.01,
     ),
     schedule=Schedule(name="step", warmup=10, every=100, factor=0.5, floor=0.1),
@@ -179,7 +179,17 @@ def test_set_reaches_every_key(tmp_path):
         "spec.least_nodes": 1,
         "schedule.every": 7,
         "spec.seed": 7,
-        "optimizer.momentum": 0.5,
+        "optimizer.name": "lamb",
+        "optimizer.beta2_decay": -0.5,
+        "optimizer.etas": "[0.5, 1.1]",
+        "optimizer.step_sizes": "[0.1, 1.0]",
+        "optimizer.convention": "timm",
+    }
+    values |= {f"optimizer.{key}": 0.5 for key in ("momentum", "rho")}
+    owners = {
+        f"optimizer.{key}": [f"optimizer.name={owner}"]
+        for owner, options in reversed(OPTIMIZERS.items())
+        for key in options
     }
     names = dict(specs.keys())
     assert {"spec.threads", "spec.evaluate_every", "spec.restarts", "optimizer.clip"} <= names.keys()
@@ -194,7 +204,8 @@ def test_set_reaches_every_key(tmp_path):
             "schedule.name": ["schedule.every=3"],
             "stop.metric": ["stop.target=1"],
             "stop.min_delta": ["stop.patience=1"],
-        }.get(name, [])
+            "optimizer.nesterov": ["optimizer.name=sgd"],
+        }.get(name, owners.get(name, []))
         request = load(None, parse_overrides([f"{name}={text}", *more]))
         held = {**request[1].model_dump(), **request[0].model_dump()}
         for part in name.removeprefix("spec.").split("."):
@@ -244,7 +255,21 @@ def test_malformed_overrides_are_refused(item):
         ('[optimizer]\nlr = "fast"', "optimizer.lr must be a number, got 'fast'"),
         ("[optimizer]\nclip = 0", "optimizer.clip must be greater than 0, got 0"),
         ("[optimizer]\nmomentum = 1.0", "optimizer.momentum must be less than 1, got 1.0"),
-        ('[optimizer]\nname = "adam"', "optimizer.name must be 'adamw' or 'sgd', got 'adam'"),
+        ('[optimizer]\nname = "adamq"', "unknown optimizer 'adamq'; did you mean adam?"),
+        ('[optimizer]\nname = "shampoo"', f"unknown optimizer 'shampoo'; available: {', '.join(OPTIMIZERS)}"),
+        (
+            "[optimizer]\nmomentum = 0.5",
+            "adamw has no option momentum, got optimizer.momentum=0.5; leave it out, or use sgd, rmsprop, "
+            "lars; options of adamw: betas, eps, amsgrad",
+        ),
+        (
+            "[optimizer]\nname = 'rprop'\nweight_decay = 0.1",
+            "rprop has no weight decay, got optimizer.weight_decay=0.1; leave it out",
+        ),
+        (
+            "[optimizer]\nname = 'lamb'\nconvention = 'you2017'",
+            "optimizer.convention of lamb must be you2020 or timm, got 'you2017'",
+        ),
         ("[optimizer]\nbetas = [0.9, 1.5]", "optimizer.betas.1 must be less than 1, got 1.5"),
         (
             "[optimizer]\nname = 'sgd'\nnesterov = true\nmomentum = 0.0",
@@ -483,8 +508,9 @@ def test_dissimilar_names_are_not_suggested():
     for name, message in (
         (
             "optimizer.ema",
-            "unknown key optimizer.ema; available: name, lr, weight_decay, momentum, nesterov, betas, "
-            "eps, clip",
+            "unknown key optimizer.ema; available: name, lr, weight_decay, momentum, nesterov, dampening, "
+            "betas, eps, amsgrad, momentum_decay, decoupled_weight_decay, lr_decay, "
+            "initial_accumulator_value, rho, alpha, centered, etas, step_sizes, lambd, t0 and 10 more",
         ),
         ("spec.ema", "unknown key ema; paceline train --keys lists them"),
         ("optimizer.beta", "unknown key optimizer.beta; did you mean optimizer.betas?"),

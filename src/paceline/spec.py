@@ -29,6 +29,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from paceline.errors import SpecError
+from paceline.optimizer_options import CONVENTIONS, OPTIMIZERS, WITHOUT_DECAY
 from paceline.units import parse_duration_s
 
 DEFAULT_EPOCHS = 20
@@ -85,33 +86,129 @@ MAX_DEPTH = 50  # levels of nesting in a value
 
 
 class Optimizer(Value):
-    """The built-in optimizer. The defaults are torch's, except that adamw and sgd share one default of `lr`.
+    """The built-in optimizer. An option that is None has the default of the optimizer.
 
-    Optimizer(name="sgd", lr=0.1, momentum=0.9, clip=1.0)
+        Optimizer(name="sgd", lr=0.1, momentum=0.9, clip=1.0)
+
+    `optimizer_options.OPTIMIZERS` has the options of each optimizer; others are refused.
     """
 
-    name: Literal["adamw", "sgd"] = Field(
-        default="adamw", description="optimizer; ignored if the task defines its own"
+    name: str = Field(
+        default="adamw",
+        description=f"optimizer: {', '.join(OPTIMIZERS)}; ignored if the task defines its own",
     )
     lr: float = Field(default=1e-3, gt=0, description="learning rate, before the schedule's factor")
     weight_decay: float = Field(
-        default=0.0, ge=0, description="weight decay: decoupled for adamw, added to the gradient for sgd"
+        default=0.0,
+        ge=0,
+        description="weight decay: added to the gradient, but decoupled for adamw, lion, lamb and adafactor",
     )
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of sgd")
-    nesterov: bool = Field(default=False, description="use Nesterov momentum; sgd only")
-    betas: tuple[Decay, Decay] = Field(
-        default=(0.9, 0.999), strict=False, description="decay rates of the two moments of adamw"
+    momentum: float | None = Field(default=None, ge=0, lt=1, description="momentum of sgd, rmsprop and lars")
+    nesterov: bool | None = Field(default=None, description="use Nesterov momentum; sgd and lars")
+    dampening: float | None = Field(default=None, ge=0, le=1, description="dampening of the momentum of sgd")
+    betas: tuple[Decay, Decay] | None = Field(
+        default=None,
+        strict=False,
+        description="decay rates of the two moments of adamw and its relatives, lion, lamb and novograd",
     )
-    eps: float = Field(default=1e-8, gt=0, description="term added to the root of the second moment of adamw")
+    eps: float | None = Field(default=None, gt=0, description="term added to denominators")
+    amsgrad: bool | None = Field(
+        default=None, description="divide by the largest second moment so far; adam, adamw"
+    )
+    momentum_decay: float | None = Field(default=None, ge=0, description="decay of the momentum of nadam")
+    decoupled_weight_decay: bool | None = Field(
+        default=None, description="decouple the weight decay from the gradient; nadam and radam"
+    )
+    lr_decay: float | None = Field(default=None, ge=0, description="decay of the learning rate of adagrad")
+    initial_accumulator_value: float | None = Field(
+        default=None, ge=0, description="initial sum of squares of adagrad"
+    )
+    rho: float | None = Field(default=None, ge=0, lt=1, description="decay rate of the averages of adadelta")
+    alpha: float | None = Field(
+        default=None, ge=0, le=1, description="decay rate of squares of rmsprop; power of the rate of asgd"
+    )
+    centered: bool | None = Field(default=None, description="divide by the standard deviation; rmsprop")
+    etas: tuple[float, float] | None = Field(
+        default=None, strict=False, description="factors that shrink and grow the steps of rprop"
+    )
+    step_sizes: tuple[float, float] | None = Field(
+        default=None, strict=False, description="smallest and largest step of rprop"
+    )
+    lambd: float | None = Field(default=None, ge=0, description="decay term of asgd")
+    t0: float | None = Field(default=None, ge=0, description="update from which asgd averages weights")
+    trust_coefficient: float | None = Field(
+        default=None, gt=0, description="ratio of the norms of update and weights; lars"
+    )
+    trust_clip: float | None = Field(
+        default=None, gt=0, description="largest trust ratio of a tensor; lars, lamb [default: none]"
+    )
+    convention: str | None = Field(
+        default=None,
+        description="whose update to compute where implementations differ: you2017 or timm for lars, "
+        "you2020 or timm for lamb",
+    )
+    bias_correction: bool | None = Field(default=None, description="correct the first moments; lamb")
+    grad_averaging: bool | None = Field(
+        default=None, description="average gradients in the first moment instead of adding them; novograd"
+    )
+    beta2_decay: float | None = Field(
+        default=None, lt=0, description="power of the step in the second moment of adafactor"
+    )
+    eps2: float | None = Field(
+        default=None, gt=0, description="smallest scale of a tensor for scale_parameter; adafactor"
+    )
+    clip_threshold: float | None = Field(
+        default=None, ge=1, description="largest root mean square of an update; adafactor"
+    )
+    scale_parameter: bool | None = Field(
+        default=None, description="multiply the learning rate by the scale of each tensor; adafactor"
+    )
+    relative_step: bool | None = Field(
+        default=None, description="limit the learning rate to 1/sqrt(step); adafactor"
+    )
     clip: float | None = Field(
         default=None, gt=0, description="maximum norm of the whole gradient [default: no clipping]"
     )
 
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name_is_known(cls, name: Any) -> Any:
+        if name not in OPTIMIZERS:
+            raise ValueError(f"unknown optimizer {abbreviate(name)}{suggest(str(name), OPTIMIZERS)}")
+        return name
+
     @model_validator(mode="after")
-    def _nesterov_needs_momentum(self) -> Self:
-        if self.nesterov and not self.momentum:
+    def _options_exist(self) -> Self:
+        options = OPTIMIZERS[self.name]
+        for key in sorted(set().union(*OPTIMIZERS.values()) - options.keys()):
+            if (value := getattr(self, key)) is None:
+                continue
+            owners = [name for name, others in OPTIMIZERS.items() if key in others]
+            raise ValueError(
+                f"{self.name} has no option {key}, got optimizer.{key}={value}; leave it out, or use "
+                f"{', '.join(owners)}; options of {self.name}: {', '.join(options)}"
+            )
+        if self.weight_decay and self.name in WITHOUT_DECAY:
+            raise ValueError(
+                f"{self.name} has no weight decay, got optimizer.weight_decay={self.weight_decay:g}; "
+                "leave it out"
+            )
+        known = CONVENTIONS.get(self.name, ())
+        if self.convention is not None and self.convention not in known:
+            raise ValueError(
+                f"optimizer.convention of {self.name} must be {' or '.join(known)}, got "
+                f"{abbreviate(self.convention)}"
+            )
+        if self.options.get("nesterov") and not self.options["momentum"]:
             raise ValueError("nesterov requires momentum above 0, got momentum=0.0")
         return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of this optimizer besides lr, weight_decay and clip, with its defaults."""
+        options = OPTIMIZERS[self.name]
+        values = {key: getattr(self, key) for key in options}
+        return {key: options[key] if value is None else value for key, value in values.items()}
 
 
 class Schedule(Value):

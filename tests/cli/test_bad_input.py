@@ -193,7 +193,7 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
             "train bad.py:Regression --epochs 2 --steps 5",
             "epochs=2 and steps=5 contradict each other; specify either of them",
         ),
-        ("train bad.py:Regression --optimizer adam", "optimizer.name must be 'adamw' or 'sgd', got 'adam'"),
+        ("train bad.py:Regression --optimizer adamq", "unknown optimizer 'adamq'; did you mean adam?"),
         (
             "train bad.py:Regression --precision fp8",
             "precision must be 'fp64', 'fp32', 'bf16' or 'fp16', got 'fp8'",

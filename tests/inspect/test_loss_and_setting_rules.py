@@ -119,8 +119,6 @@ def test_precision() -> None:
 def test_options_without_effect() -> None:
     cases = {
         "--tf32": Spec(tf32=True),
-        "optimizer.momentum": Spec(optimizer=Optimizer(momentum=0.5)),
-        "optimizer.betas": Spec(optimizer=Optimizer(name="sgd", betas=(0.8, 0.9))),
         "schedule.floor": Spec(schedule=Schedule(floor=0.1)),
         "data.prefetch": Spec(data=Loading(workers=0, prefetch=4)),
     }

@@ -10,11 +10,10 @@ import models
 from harness import relative_difference
 from paceline import Spec, events, train
 from paceline.errors import PlanError, SpecError, TaskError
-from paceline.parallel.apply import check_elementwise
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.spec import Optimizer, Schedule
 from paceline.training.gradient_norm import GradientNorm, combine_norms
-from paceline.training.optimizer import make_optimizer
+from paceline.training.optimizer import check_elementwise, make_optimizer
 from paceline.training.schedule import check_schedule, compute_lr_factor
 from paceline.training.step import TrainingStep
 

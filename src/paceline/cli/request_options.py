@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 from typer import Argument, Option
 
 from paceline.errors import SpecError
+from paceline.optimizer_options import OPTIMIZERS
 from paceline.spec import Launch, Spec, abbreviate
 
 Target = Annotated[
@@ -19,7 +20,8 @@ Target = Annotated[
 
 # Options of comms, drill and verify, which set few keys of a request and have no panels.
 LearningRate = Annotated[float | None, Option(help="Learning rate [default: 0.001]")]
-OptimizerName = Annotated[str | None, Option(help="Optimizer: adamw or sgd [default: adamw]")]
+OPTIMIZER_HELP = f"Optimizer: {', '.join(OPTIMIZERS)} [default: adamw]"
+OptimizerName = Annotated[str | None, Option(help=OPTIMIZER_HELP)]
 Clip = Annotated[
     float | None, Option(help="Maximum norm of the gradient of all parameters [default: no clipping]")
 ]
@@ -117,9 +119,7 @@ def build_request(
             rich_help_panel=TRAINING,
         ),
     ] = None,
-    optimizer: Annotated[
-        str | None, Option(help="Optimizer: adamw or sgd [default: adamw]", rich_help_panel=TRAINING)
-    ] = None,
+    optimizer: Annotated[str | None, Option(help=OPTIMIZER_HELP, rich_help_panel=TRAINING)] = None,
     schedule: Annotated[
         str | None,
         Option(

@@ -3,13 +3,12 @@
 from paceline.cluster.published import find_published_name, sheets
 from paceline.inspect.facts import RunFacts
 from paceline.inspect.finding import NOT_APPLICABLE, Evidence, Missing, Outcome
-from paceline.spec import Loading, Optimizer, Spec
+from paceline.spec import Loading, Spec
 from paceline.units import several
 
 TF32_CAPABILITY = 80  # NVIDIA Ampere: the first devices with TF32 (10 × compute capability)
 TENSOR_CORES = 70  # NVIDIA Volta: the first devices with Tensor Cores, for fp16
 MIN_CONVOLUTIONS = 3  # in a model with fewer, other layers dominate
-DEFAULTS = Optimizer()
 RANKS_PER_CORE = 2  # more are never useful; up to two try a plan on a small machine
 
 _NO_FACTS = Missing("the run was started by a version that did not record the machine")
@@ -62,31 +61,7 @@ def _find_ineffective(spec: Spec, facts: RunFacts) -> list[tuple[str, str, str]]
             )
         elif capability is not None and capability < TF32_CAPABILITY:
             found.append(("--tf32", f"{_device(facts)} has no TF32", "--precision fp16"))
-    optimizer, schedule = spec.optimizer, spec.schedule
-    if optimizer.name == "adamw" and optimizer.momentum != DEFAULTS.momentum:
-        found.append(
-            (
-                f"optimizer.momentum={optimizer.momentum:g}",
-                "it applies to sgd, and the optimizer is adamw",
-                "set optimizer.betas",
-            )
-        )
-    if optimizer.name == "adamw" and optimizer.nesterov:
-        found.append(
-            (
-                "optimizer.nesterov",
-                "it applies to sgd, and the optimizer is adamw",
-                "--optimizer sgd",
-            )
-        )
-    if optimizer.name == "sgd" and optimizer.betas != DEFAULTS.betas:
-        found.append(
-            (
-                f"optimizer.betas={list(optimizer.betas)}",
-                "it applies to adamw, and the optimizer is sgd",
-                "set optimizer.momentum",
-            )
-        )
+    schedule = spec.schedule
     if schedule.floor and schedule.name in ("constant", "step"):
         found.append(
             (

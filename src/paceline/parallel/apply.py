@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.distributed.mesh import build_mesh, select_data_mesh
-from paceline.errors import PlanError
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.compile import recompute_and_compile
 from paceline.parallel.ddp import replicate
@@ -62,17 +61,3 @@ def parallelize(
     if plan.data_ranks == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     return replicate(model)
-
-
-def check_elementwise(plan: ResolvedPlan, optimizer: torch.optim.Optimizer) -> None:
-    """Raise PlanError for sharded weights if the optimizer may not update each element independently."""
-    if plan.zero >= 2 and not plan.dp == plan.cp == 1 and type(optimizer).__name__ not in ELEMENTWISE:
-        raise PlanError(
-            f"plan {plan} shards the weights, but {type(optimizer).__name__} is not known to update each "
-            f"element independently; use ddp or zero1, or one of {', '.join(sorted(ELEMENTWISE))}"
-        )
-
-
-ELEMENTWISE = frozenset(
-    {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"}
-)

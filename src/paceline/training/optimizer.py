@@ -1,7 +1,7 @@
 """The optimizer of a training, and how its state is sharded."""
 
 import inspect
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from paceline.distributed.balance import balance_by_size
 from paceline.distributed.dtensor import is_dtensor, is_materialized, local_tensor
-from paceline.errors import TaskError
+from paceline.errors import PlanError, TaskError
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer
 from paceline.task import Task
+from paceline.training.optimizers.build import build_optimizer
+from paceline.training.optimizers.whole_tensor import WholeTensorOptimizer
 from paceline.training.sparse_gradients import check_sparse_support, find_sparse_parameters
 from paceline.user_code import UserCode
 
@@ -55,7 +57,7 @@ def make_optimizer(
     with UserCode("optimizer()", task.optimizer):
         optimizer = task.optimizer(params)
     if optimizer is None:
-        optimizer = _from_spec(spec, [parameter for _, parameter in params], dense=not sparse)
+        optimizer = build_optimizer(spec, [parameter for _, parameter in params], dense=not sparse)
     elif not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(f"optimizer() must return a torch optimizer or None, got {type(optimizer).__name__}")
     else:
@@ -162,24 +164,6 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def _from_spec(spec: Optimizer, params: Sequence[nn.Parameter], dense: bool) -> torch.optim.Optimizer:
-    # A fused optimizer passes over the memory once instead of several times.
-    fused = dense and all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
-    if spec.name == "adamw":
-        return torch.optim.AdamW(
-            params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused
-        )
-    fused = fused and not any(map(is_dtensor, params))  # torch 2.13: fused SGD does not support DTensor
-    return torch.optim.SGD(
-        params,
-        lr=spec.lr,
-        momentum=spec.momentum,
-        nesterov=spec.nesterov,
-        weight_decay=spec.weight_decay,
-        fused=fused or None,
-    )
-
-
 def _shard_with_torch(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return torch's ZeroRedundancyOptimizer with the groups of `optimizer`."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -233,3 +217,19 @@ def _shard_by_parameter(optimizer: torch.optim.Optimizer) -> None:
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that holds the state of this rank: the inner one of a ZeroRedundancyOptimizer."""
     return getattr(optimizer, "optim", optimizer)
+
+
+def check_elementwise(plan: ResolvedPlan, optimizer: torch.optim.Optimizer) -> None:
+    """Raise PlanError for sharded weights if the optimizer may not update each element independently."""
+    if not plan.zero >= 2 or plan.data_ranks == 1 or isinstance(optimizer, WholeTensorOptimizer):
+        return
+    if type(optimizer).__name__ not in ELEMENTWISE:
+        raise PlanError(
+            f"plan {plan} shards the weights, but {type(optimizer).__name__} is not known to update each "
+            f"element independently; use ddp or zero1, or one of {', '.join(sorted(ELEMENTWISE))}"
+        )
+
+
+ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"}
+)

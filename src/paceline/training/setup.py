@@ -24,7 +24,7 @@ from paceline.distributed.dtensor import is_materialized
 from paceline.distributed.mesh import build_mesh, select_data_mesh
 from paceline.distributed.world import World
 from paceline.errors import DataError, PlanError
-from paceline.parallel.apply import check_elementwise, parallelize
+from paceline.parallel.apply import parallelize
 from paceline.parallel.auxiliary_loss import AuxiliaryLoss, has_auxiliary_loss
 from paceline.parallel.batch_norm import (
     average_,
@@ -57,7 +57,7 @@ from paceline.training.init.named_tensors import named_tensors
 from paceline.training.init.pretrained import PretrainedWeights
 from paceline.training.local_sgd import LocalSgd, build_local_sgd
 from paceline.training.model_analysis import ModelAnalysis, analyze_model, find_pretrained
-from paceline.training.optimizer import OptimizerReport, make_optimizer
+from paceline.training.optimizer import OptimizerReport, check_elementwise, make_optimizer
 from paceline.training.read_updates import assign_parameters, task_of
 from paceline.training.sparse_gradients import coalesce_, find_sparse_parameters
 from paceline.training.step import TrainingStep

@@ -39,7 +39,9 @@ def describe_identity(
     modules: of its model.
     """
     identity = {name: repr(getattr(spec, name)) for name in ("precision", "tf32", "batch_norm")}
-    identity |= {f"optimizer.{key}": repr(value) for key, value in spec.optimizer}
+    optimizer = spec.optimizer
+    options = {key: getattr(optimizer, key) for key in ("name", "lr", "weight_decay", "clip")}
+    identity |= {f"optimizer.{key}": repr(value) for key, value in (options | optimizer.options).items()}
     identity |= {f"schedule.{key}": repr(value) for key, value in spec.schedule}
     identity |= {f"field {name}": repr(value)[:200] for name, value in field_values(task).items()}
     kinds = [type(local_optimizer(optimizer)).__name__ for optimizer in optimizers]

@@ -19,7 +19,6 @@ from paceline.distributed.process_group import process_group
 from paceline.distributed.world import World, read_world
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.activation_checkpoint import recompute
-from paceline.parallel.apply import check_elementwise
 from paceline.parallel.batch_norm import has_batch_norm, sync_batch_norm
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.fsdp import average_scalars_, average_whole_, shard
@@ -29,7 +28,7 @@ from paceline.run import RunFolder
 from paceline.spec import suggest
 from paceline.task import Layout
 from paceline.training.init.named_tensors import named_tensors
-from paceline.training.optimizer import shard_state
+from paceline.training.optimizer import check_elementwise, shard_state
 from paceline.training.own_loop.heartbeat import TIMEOUT_S, start_heartbeat
 from paceline.training.own_loop.trainer import Trainer, release_models
 from paceline.training.sparse_gradients import check_sparse

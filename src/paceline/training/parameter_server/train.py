@@ -13,11 +13,11 @@ from paceline.distributed.process_group import start_timeout_s, workers_per_rank
 from paceline.distributed.world import World
 from paceline.errors import PlanError
 from paceline.events import Ended, Event, Started
-from paceline.parallel.apply import ELEMENTWISE
 from paceline.parallel.batch_norm import find_running_statistics
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task
+from paceline.training.optimizer import ELEMENTWISE
 from paceline.training.parameter_server.coordinator import STALENESS, Coordinator, serve_until_end
 from paceline.training.parameter_server.partition import assign_slices
 from paceline.training.parameter_server.rpc import Rpc

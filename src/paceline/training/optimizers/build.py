@@ -1,0 +1,51 @@
+"""Builds the optimizer that a request names."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.distributed.dtensor import is_dtensor
+from paceline.spec import Optimizer
+from paceline.training.optimizers.adafactor import Adafactor
+from paceline.training.optimizers.lamb import Lamb
+from paceline.training.optimizers.lars import Lars
+from paceline.training.optimizers.lion import Lion
+from paceline.training.optimizers.novograd import NovoGrad
+from paceline.training.optimizers.rprop import Rprop
+
+CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamax": torch.optim.Adamax,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "rmsprop": torch.optim.RMSprop,
+    "rprop": Rprop,
+    "asgd": torch.optim.ASGD,
+    "lion": Lion,
+    "lars": Lars,
+    "lamb": Lamb,
+    "novograd": NovoGrad,
+    "adafactor": Adafactor,
+}
+# A fused optimizer passes over the memory once instead of several times.
+FUSED = {"adamw", "adam", "sgd", "adagrad"}
+FUSED_ON_DTENSORS = {"adamw", "adam"}  # torch 2.13: the others do not support DTensor
+
+
+def build_optimizer(spec: Optimizer, params: Sequence[nn.Parameter], dense: bool) -> torch.optim.Optimizer:
+    """Return the optimizer that `spec` names. dense: whether no gradient is sparse."""
+    options: dict[str, Any] = {"lr": spec.lr, **spec.options}
+    if spec.name != "rprop":
+        options["weight_decay"] = spec.weight_decay
+    fused = dense and all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
+    if any(map(is_dtensor, params)):
+        fused = fused and spec.name in FUSED_ON_DTENSORS
+    if fused and spec.name in FUSED:
+        options["fused"] = True
+    return CLASSES[spec.name](params, **options)

@@ -1,0 +1,82 @@
+"""LARS: SGD with momentum whose learning rate follows the norms of each tensor."""
+
+from typing import Any
+
+import torch
+
+from paceline.training.optimizers.whole_tensor import (
+    GroupTensors,
+    Rounds,
+    WholeTensorOptimizer,
+    squares,
+    trust_ratios,
+)
+
+
+class Lars(WholeTensorOptimizer):
+    """Layer-wise adaptive rates (You et al., Large batch training of convolutional networks, 2017).
+
+    The trust ratio η‖w‖ / (‖g‖ + λ‖w‖ + ε) of each tensor scales its gradient with weight decay, g + λw.
+
+    convention: "you2017" multiplies by the learning rate before the momentum, as in Algorithm 1 of the paper;
+    "timm" after it, as timm and torch's SGD do, and has a ratio of 1 where λ = 0. trust: whether the ratio
+    applies; without it, it is 1. trust_clip: the largest ratio.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        trust_clip: float | None = None,
+        convention: str = "you2017",
+        trust: bool = True,
+    ):
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "trust_coefficient": trust_coefficient,
+                "trust_clip": trust_clip,
+                "convention": convention,
+                "trust": trust,
+            },
+        )
+
+    def _update(self, tensors: GroupTensors) -> Rounds:
+        options, weights = tensors.options, tensors.weights
+        decay, momentum, lr = options["weight_decay"], options["momentum"], options["lr"]
+        norms = torch.stack((yield squares(weights, tensors.grads))).sqrt()
+        of_weights, of_grads = norms.unbind(1)
+        is_adapted = options["trust"] and (decay > 0 or options["convention"] == "you2017")
+        bound = of_grads + decay * of_weights + options["eps"]
+        ratios = trust_ratios(
+            options["trust_coefficient"] * of_weights, bound * (of_grads > 0), options["trust_clip"]
+        )
+        if not is_adapted:
+            ratios = torch.ones_like(ratios)
+        before, after = (lr, 1.0) if options["convention"] == "you2017" else (1.0, lr)
+        updates = (
+            torch._foreach_add(tensors.grads, weights, alpha=decay)
+            if decay
+            else [grad.clone() for grad in tensors.grads]
+        )
+        scales = [scale.to(weight.dtype) for scale, weight in zip(ratios * before, weights, strict=True)]
+        torch._foreach_mul_(updates, scales)
+        if momentum:
+            velocities = list(tensors.moments("momentum_buffer"))
+            torch._foreach_mul_(velocities, momentum)
+            torch._foreach_add_(velocities, updates)
+            if options["nesterov"]:
+                torch._foreach_add_(updates, velocities, alpha=momentum)
+            else:
+                updates = velocities
+        torch._foreach_add_(weights, updates, alpha=-after)

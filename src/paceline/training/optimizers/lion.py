@@ -1,0 +1,31 @@
+"""Lion: the sign of a momentum, with decoupled weight decay."""
+
+from typing import Any
+
+import torch
+
+from paceline.training.optimizers.whole_tensor import GroupTensors, Rounds, WholeTensorOptimizer
+
+
+class Lion(WholeTensorOptimizer):
+    """Evolved sign momentum (Chen et al., Symbolic discovery of optimization algorithms, 2023, Program 1)."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _update(self, tensors: GroupTensors) -> Rounds:
+        options, (beta1, beta2) = tensors.options, tensors.options["betas"]
+        momenta = list(tensors.moments("exp_avg"))
+        updates = torch._foreach_lerp(momenta, tensors.grads, 1 - beta1)
+        torch._foreach_sign_(updates)
+        if options["weight_decay"]:
+            torch._foreach_mul_(tensors.weights, 1 - options["lr"] * options["weight_decay"])
+        torch._foreach_add_(tensors.weights, updates, alpha=-options["lr"])
+        torch._foreach_lerp_(momenta, tensors.grads, 1 - beta2)
+        yield from ()

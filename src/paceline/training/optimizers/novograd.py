@@ -1,0 +1,60 @@
+"""NovoGrad: gradients divided by the running norm of their tensor."""
+
+from typing import Any
+
+import torch
+
+from paceline.training.optimizers.whole_tensor import (
+    GroupTensors,
+    Rounds,
+    WholeTensorOptimizer,
+    squares,
+)
+
+
+class NovoGrad(WholeTensorOptimizer):
+    """Stochastic gradient descent with layer-wise moments (Ginsburg et al., 2019, Algorithm 1).
+
+    The second moment is one number for each tensor, the running average of ‖g‖², which starts at its first
+    value. The first moment adds g/(√v + ε) + λw.
+
+    grad_averaging: adds (1 − β₁) times that instead, as an option of NVIDIA's code does.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.95, 0.98),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        grad_averaging: bool = False,
+    ):
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "grad_averaging": grad_averaging,
+            },
+        )
+
+    def _update(self, tensors: GroupTensors) -> Rounds:
+        options, (beta1, beta2) = tensors.options, tensors.options["betas"]
+        firsts, steps = list(tensors.moments("exp_avg")), tensors.count_steps()
+        seconds = tensors.whole("grad_norm_sq", lambda parameter: torch.zeros((), dtype=parameter.dtype))
+        new = torch.cat((yield squares(tensors.grads)))
+        starts = torch.tensor([step == 1 for step in steps], device=new.device)
+        averages = torch.where(starts, new, torch.stack(seconds) * beta2 + new * (1 - beta2))
+        for second, value in zip(seconds, averages, strict=True):
+            second.copy_(value)
+        scales = 1 / (averages.sqrt() + options["eps"])
+        factors = [scale.to(grad.dtype) for scale, grad in zip(scales, tensors.grads, strict=True)]
+        updates = torch._foreach_mul(tensors.grads, factors)
+        if options["weight_decay"]:
+            torch._foreach_add_(updates, tensors.weights, alpha=options["weight_decay"])
+        torch._foreach_mul_(firsts, beta1)
+        torch._foreach_add_(firsts, updates, alpha=1 - beta1 if options["grad_averaging"] else 1.0)
+        torch._foreach_add_(tensors.weights, firsts, alpha=-options["lr"])

@@ -1,0 +1,302 @@
+"""Each optimizer of a request equals a loop on whole tensors, under every plan and with uneven shards."""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from faults import replaced
+from harness import ranks, relative_difference, train_on_this_rank
+from models import SAMPLES, Pairs, random_normal
+from paceline import Spec, Task
+from paceline.data.loader import shuffle
+from paceline.optimizer_options import OPTIMIZERS
+from paceline.spec import Optimizer
+from paceline.training.optimizers import adafactor, whole_tensor
+
+STEPS, BATCH = 20, 8
+Options = Mapping[str, Any]
+State = dict[str, Any]
+
+
+class Gain(nn.Module):
+    """A vector and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector, self.scalar = nn.Parameter(torch.empty(5)), nn.Parameter(torch.empty(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.vector + self.scalar).unsqueeze(1)
+
+
+class Mixed(Task):
+    """Tensors with 0 to 3 dimensions, whose first ones 2 and 4 do not divide."""
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(
+            Gain(),
+            nn.Conv1d(1, 3, 2),
+            nn.Flatten(),
+            nn.Linear(12, 14),
+            nn.Tanh(),
+            nn.Linear(14, 7),
+            nn.Tanh(),
+            nn.Linear(7, 3),
+        )
+        with torch.no_grad():
+            for at, parameter in enumerate(model.parameters()):
+                values = torch.arange(1, parameter.numel() + 1).double() * (1.7 + at)
+                parameter.copy_(values.sin().view_as(parameter) / 2)
+        return model
+
+    def dataset(self, split: str) -> Pairs | None:
+        if split != "train":
+            return None
+        return Pairs(x=random_normal(SAMPLES, 5), y=random_normal(SAMPLES, 3, seed=1))
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return (output - batch[1]).square()
+
+
+# The updates of the papers, on whole tensors: w, its gradient, its state, the count of its steps, options.
+
+
+def lars(w: Tensor, g: Tensor, state: State, t: int, o: Options) -> None:
+    ratio = o["trust_coefficient"] * w.norm() / (g.norm() + o["weight_decay"] * w.norm() + o["eps"])
+    ratio = 1.0 if not w.norm() or not g.norm() else min(float(ratio), o["trust_clip"] or math.inf)
+    if o["convention"] == "timm" and not o["weight_decay"]:
+        ratio = 1.0
+    step = ratio * (g + o["weight_decay"] * w)
+    inside, outside = (o["lr"], 1) if o["convention"] == "you2017" else (1, o["lr"])
+    state["v"] = o["momentum"] * state.get("v", 0) + inside * step
+    w -= outside * (inside * step + o["momentum"] * state["v"] if o["nesterov"] else state["v"])
+
+
+def lamb(w: Tensor, g: Tensor, state: State, t: int, o: Options) -> None:
+    b1, b2 = o["betas"]
+    state["m"] = b1 * state.get("m", 0) + (1 - b1) * g
+    state["v"] = b2 * state.get("v", 0) + (1 - b2) * g * g
+    m, v = state["m"], state["v"]
+    if o["bias_correction"]:
+        m, v = m / (1 - b1**t), v / (1 - b2**t)
+    r = m / (v.sqrt() + o["eps"]) + o["weight_decay"] * w
+    ratio = float(w.norm() / r.norm()) if w.norm() and r.norm() else 1.0
+    if o["convention"] == "timm" and not o["weight_decay"]:
+        ratio = 1.0
+    w -= o["lr"] * min(ratio, o["trust_clip"] or math.inf) * r
+
+
+def novograd(w: Tensor, g: Tensor, state: State, t: int, o: Options) -> None:
+    b1, b2 = o["betas"]
+    square = (g * g).sum()
+    state["v"] = square if t == 1 else b2 * state["v"] + (1 - b2) * square
+    new = g / (state["v"].sqrt() + o["eps"]) + o["weight_decay"] * w
+    state["m"] = b1 * state.get("m", 0) + (1 - b1 if o["grad_averaging"] else 1) * new
+    w -= o["lr"] * state["m"]
+
+
+def lion(w: Tensor, g: Tensor, state: State, t: int, o: Options) -> None:
+    b1, b2 = o["betas"]
+    m = state.get("m", torch.zeros_like(w))
+    w -= o["lr"] * ((b1 * m + (1 - b1) * g).sign() + o["weight_decay"] * w)
+    state["m"] = b2 * m + (1 - b2) * g
+
+
+def plain_adafactor(w: Tensor, g: Tensor, state: State, t: int, o: Options) -> None:
+    """Without the step relative to 1/√t and without the scale of the weights."""
+    beta = 1 - t ** o["beta2_decay"]
+    if w.dim() < 2:
+        state["v"] = beta * state.get("v", 0) + (1 - beta) * g * g
+        variance = state["v"]
+    else:
+        state["r"] = beta * state.get("r", 0) + (1 - beta) * (g * g).mean(-1)
+        state["c"] = beta * state.get("c", 0) + (1 - beta) * (g * g).mean(-2)
+        row = state["r"] / state["r"].mean(-1, keepdim=True)
+        variance = torch.einsum("...i,...j->...ij", row, state["c"])
+    update = g / variance.sqrt()
+    w -= o["lr"] * update / max(1.0, float(update.square().mean().sqrt()) / o["clip_threshold"])
+
+
+BY_HAND: dict[str, Callable[..., None]] = {
+    "lars": lars,
+    "lamb": lamb,
+    "novograd": novograd,
+    "lion": lion,
+    "plain_adafactor": plain_adafactor,
+}
+TORCH = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamax": torch.optim.Adamax,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "rmsprop": torch.optim.RMSprop,
+    "rprop": torch.optim.Rprop,
+    "asgd": torch.optim.ASGD,
+    "adafactor": torch.optim.Adafactor,
+}
+RECIPES = {
+    "adamw": Optimizer(lr=1e-2, weight_decay=0.1),
+    "sgd": Optimizer(name="sgd", lr=0.05, dampening=0.1),
+    "adam": Optimizer(name="adam", lr=1e-2, weight_decay=0.1, amsgrad=True),
+    "adamax": Optimizer(name="adamax", lr=1e-2, betas=(0.8, 0.9)),
+    "nadam": Optimizer(name="nadam", lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": Optimizer(name="radam", lr=1e-2, momentum_decay=None),
+    "adagrad": Optimizer(name="adagrad", lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1),
+    "adadelta": Optimizer(name="adadelta", lr=1.0, weight_decay=0.01),
+    "rmsprop": Optimizer(name="rmsprop", lr=1e-2, momentum=0.5, centered=True),
+    "rprop": Optimizer(name="rprop", lr=1e-2, etas=(0.6, 1.1), step_sizes=(1e-5, 0.5)),
+    "asgd": Optimizer(name="asgd", lr=0.05, t0=5.0, lambd=1e-3),
+    "lion": Optimizer(name="lion", lr=1e-2, weight_decay=0.1),
+    "lars": Optimizer(name="lars", lr=1.0, trust_coefficient=0.05, weight_decay=0.01),
+    "lars-timm": Optimizer(
+        name="lars", lr=1.0, weight_decay=0.01, convention="timm", nesterov=True, trust_clip=5e-4
+    ),
+    "lars-timm-0": Optimizer(name="lars", lr=0.05, convention="timm"),
+    "lamb": Optimizer(name="lamb", lr=0.02, weight_decay=0.1),
+    "lamb-2019": Optimizer(name="lamb", lr=0.01, bias_correction=False, trust_clip=0.3),
+    "lamb-timm-0": Optimizer(name="lamb", lr=0.02, convention="timm"),
+    "novograd": Optimizer(name="novograd", lr=0.01, weight_decay=0.1),
+    "novograd-averaging": Optimizer(name="novograd", lr=0.05, grad_averaging=True),
+    "adafactor": Optimizer(name="adafactor", lr=0.1, weight_decay=0.1),
+    "plain_adafactor": Optimizer(
+        name="adafactor", lr=0.02, scale_parameter=False, relative_step=False, clip_threshold=1.1
+    ),
+}
+
+
+def request(recipe: str) -> Spec:
+    return Spec(steps=STEPS, batch=BATCH, seed=3, precision="fp64", optimizer=RECIPES[recipe])
+
+
+@cache
+def train_by_hand(recipe: str) -> dict[str, np.ndarray]:
+    """Return the weights after a training on whole tensors."""
+    model, data, spec = Mixed().model().double(), Mixed().dataset("train").columns, RECIPES[recipe]
+    x, y = data["x"].double(), data["y"].double()
+    options = {"lr": spec.lr, "weight_decay": spec.weight_decay, **spec.options}
+    update = BY_HAND.get(recipe if recipe == "plain_adafactor" else spec.name)
+    states: list[State] = [{} for _ in model.parameters()]
+    theirs = None
+    if update is None:
+        names = OPTIMIZERS["adafactor"].keys() - {"beta2_decay"}
+        known = {key: value for key, value in options.items() if key not in names or spec.name != "adafactor"}
+        if spec.name == "rprop":
+            del known["weight_decay"]
+        theirs = TORCH[spec.name](model.parameters(), **known)
+    for step in range(STEPS):
+        indices = shuffle(np.arange(step * BATCH, (step + 1) * BATCH), SAMPLES, 3).tolist()
+        model.zero_grad()
+        (model(x[indices]) - y[indices]).square().mean().backward()
+        if theirs is not None:
+            theirs.step()
+            continue
+        with torch.no_grad():
+            for parameter, state in zip(model.parameters(), states, strict=True):
+                update(parameter, parameter.grad, state, step + 1, options)
+    return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+
+
+def train_each(plan: str, recipes: list[str], fault: Any = None) -> dict[str, dict[str, np.ndarray]]:
+    arguments = [fault] if fault is not None else []
+    return {
+        recipe: train_on_this_rank(Mixed(), request(recipe), plan, *arguments).weights for recipe in recipes
+    }
+
+
+def differences_by_hand(size: int, plan: str, recipes: list[str], fault: Any = None) -> dict[str, float]:
+    """Return the largest relative difference of a tensor from the loop by hand, for each recipe."""
+    on_ranks = ranks(size)(train_each, plan, recipes, fault)
+    found = {}
+    for recipe in recipes:
+        expected, weights = train_by_hand(recipe), {}
+        for rank in on_ranks:
+            weights |= rank[recipe]
+        assert weights.keys() == expected.keys()
+        found[recipe] = max(relative_difference(weights[name], expected[name]) for name in expected)
+    return found
+
+
+def test_each_optimizer_is_tested() -> None:
+    assert {spec.name for spec in RECIPES.values()} == OPTIMIZERS.keys()
+
+
+def test_one_process_equals_a_loop_by_hand() -> None:
+    found = {}
+    for recipe in RECIPES:
+        weights = train_on_this_rank(Mixed(), request(recipe), "single").weights
+        expected = train_by_hand(recipe)
+        found[recipe] = max(relative_difference(weights[name], expected[name]) for name in expected)
+    assert {recipe: error for recipe, error in found.items() if error > 1e-10} == {}
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("size", "plan"),
+    [
+        (2, "zero1"),
+        (2, "zero3"),
+        (2, "tp=2"),
+        (2, "pp=2,microbatches=2"),
+        slow(2, "ddp"),
+        slow(2, "zero2"),
+        slow(2, "cp=2"),
+        slow(4, "zero3"),
+        slow(4, "zero1"),
+        slow(4, "hsdp"),
+        slow(4, "dp=2,tp=2,zero=3"),
+        slow(4, "dp=2,tp=2,zero=1"),
+        slow(4, "dp=2,pp=2,zero=2,microbatches=2"),
+        slow(4, "tp=2,pp=2,microbatches=2"),
+    ],
+)
+def test_each_plan_equals_a_loop_by_hand(size: int, plan: str) -> None:
+    found = differences_by_hand(size, plan, [*RECIPES])
+    assert {recipe: error for recipe, error in found.items() if not error <= 1e-10} == {}
+
+
+# Negative controls
+
+
+def norms_of_shards() -> Any:
+    """Leave out the sum over shards."""
+
+    def patch(original: Any) -> Any:
+        return lambda params, parts: [list(of_group) for of_group in parts]
+
+    return replaced(whole_tensor, "sum_shards", patch)
+
+
+def places_at_the_begin() -> Any:
+    """Take the first rows and columns on each rank."""
+
+    def patch(original: Any) -> Any:
+        return lambda parameter: tuple(slice(0, part.stop - part.start) for part in original(parameter))
+
+    return replaced(adafactor, "_place", patch)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", ["zero3", "tp=2"])
+def test_sums_over_shards_alone_are_caught(plan: str) -> None:
+    recipes = ["lars", "lamb", "novograd", "adafactor"]
+    found = differences_by_hand(2, plan, recipes, norms_of_shards)
+    assert all(error > 1e-6 for error in found.values()), found
+
+
+@pytest.mark.processes
+def test_rows_of_another_rank_are_caught() -> None:
+    assert differences_by_hand(2, "zero3", ["adafactor"], places_at_the_begin)["adafactor"] > 1e-6
