@@ -184,6 +184,9 @@ def test_set_reaches_every_key(tmp_path):
         "optimizer.etas": "[0.5, 1.1]",
         "optimizer.step_sizes": "[0.1, 1.0]",
         "optimizer.convention": "timm",
+        "optimizer.ns_coefficients": "[3.0, -4.0, 2.0]",
+        "optimizer.ns_precision": "full",
+        "optimizer.adjust_lr": "original",
     }
     values |= {f"optimizer.{key}": 0.5 for key in ("momentum", "rho")}
     owners = {
@@ -510,7 +513,7 @@ def test_dissimilar_names_are_not_suggested():
             "optimizer.ema",
             "unknown key optimizer.ema; available: name, lr, weight_decay, momentum, nesterov, dampening, "
             "betas, eps, amsgrad, momentum_decay, decoupled_weight_decay, lr_decay, "
-            "initial_accumulator_value, rho, alpha, centered, etas, step_sizes, lambd, t0 and 10 more",
+            "initial_accumulator_value, rho, alpha, centered, etas, step_sizes, lambd, t0 and 17 more",
         ),
         ("spec.ema", "unknown key ema; paceline train --keys lists them"),
         ("optimizer.beta", "unknown key optimizer.beta; did you mean optimizer.betas?"),

@@ -43,6 +43,18 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
         "scale_parameter": True,
         "relative_step": True,
     },
+    "muon": {
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+        "ns_coefficients": (3.4445, -4.775, 2.0315),
+        "ns_precision": "bf16",
+        "adjust_lr": "original",
+        **ADAM,
+        "adamw": None,
+        "adamw_lr": None,
+        "fused": None,
+    },
 }
 WITHOUT_DECAY = frozenset({"rprop"})  # optimizers that have no weight decay
 # Where implementations differ from the paper, the option `convention` names whose update is computed.

@@ -101,10 +101,13 @@ class Optimizer(Value):
     weight_decay: float = Field(
         default=0.0,
         ge=0,
-        description="weight decay: added to the gradient, but decoupled for adamw, lion, lamb and adafactor",
+        description="weight decay: added to the gradient, but decoupled for adamw, lion, lamb, "
+        "adafactor and muon",
     )
-    momentum: float | None = Field(default=None, ge=0, lt=1, description="momentum of sgd, rmsprop and lars")
-    nesterov: bool | None = Field(default=None, description="use Nesterov momentum; sgd and lars")
+    momentum: float | None = Field(
+        default=None, ge=0, lt=1, description="momentum of sgd, rmsprop, lars and muon"
+    )
+    nesterov: bool | None = Field(default=None, description="use Nesterov momentum; sgd, lars and muon")
     dampening: float | None = Field(default=None, ge=0, le=1, description="dampening of the momentum of sgd")
     betas: tuple[Decay, Decay] | None = Field(
         default=None,
@@ -165,6 +168,31 @@ class Optimizer(Value):
     )
     relative_step: bool | None = Field(
         default=None, description="limit the learning rate to 1/sqrt(step); adafactor"
+    )
+    ns_steps: int | None = Field(
+        default=None, ge=1, le=99, description="steps of the Newton-Schulz iteration of muon"
+    )
+    ns_coefficients: tuple[float, float, float] | None = Field(
+        default=None, strict=False, description="coefficients of the Newton-Schulz iteration of muon"
+    )
+    ns_precision: Literal["bf16", "full"] | None = Field(
+        default=None, description="data type of the iteration of muon: bf16, or that of the weights"
+    )
+    adjust_lr: Literal["original", "match_rms_adamw"] | None = Field(
+        default=None, description="how muon scales updates by the shape of a matrix"
+    )
+    adamw: str | None = Field(
+        default=None,
+        description="patterns of names that muon trains by AdamW besides vectors, separated by commas "
+        "[default: embeddings and the last layer]",
+    )
+    adamw_lr: float | None = Field(
+        default=None, gt=0, description="learning rate of the AdamW of muon [default: lr]"
+    )
+    fused: str | None = Field(
+        default=None,
+        description="patterns of matrices that are several, such as *.kv_proj.weight:2, which muon "
+        "orthogonalizes apart [default: queries, keys and values in one matrix]",
     )
     clip: float | None = Field(
         default=None, gt=0, description="maximum norm of the whole gradient [default: no clipping]"

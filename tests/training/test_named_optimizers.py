@@ -1,5 +1,6 @@
 """Each optimizer of a request equals a loop on whole tensors, under every plan and with uneven shards."""
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -10,14 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import models
 from faults import replaced
 from harness import ranks, relative_difference, train_on_this_rank
 from models import SAMPLES, Pairs, random_normal
 from paceline import Spec, Task
 from paceline.data.loader import shuffle
+from paceline.errors import SpecError
 from paceline.optimizer_options import OPTIMIZERS
+from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer
+from paceline.training.optimizer import make_optimizer
 from paceline.training.optimizers import adafactor, whole_tensor
+from paceline.training.optimizers import muon as muon_module
+from paceline.training.optimizers.muon_groups import build_muon
 
 STEPS, BATCH = 20, 8
 Options = Mapping[str, Any]
@@ -123,12 +130,45 @@ def plain_adafactor(w: Tensor, g: Tensor, state: State, t: int, o: Options) -> N
     w -= o["lr"] * update / max(1.0, float(update.square().mean().sqrt()) / o["clip_threshold"])
 
 
+def newton_schulz(g: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
+    """The iteration by singular values: each is mapped by the same odd polynomial."""
+    u, s, v = torch.linalg.svd(g / (g.norm() + 1e-12), full_matrices=False)
+    a, b, c = coefficients
+    for _ in range(steps):
+        s = a * s + b * s**3 + c * s**5
+    return u @ torch.diag(s) @ v
+
+
+def muon(w: Tensor, g: Tensor, state: State, t: int, o: Options) -> None:
+    if w.dim() < 2 or w.shape == (3, 7):  # the head
+        b1, b2 = o["betas"]
+        state["m"] = b1 * state.get("m", 0) + (1 - b1) * g
+        state["v"] = b2 * state.get("v", 0) + (1 - b2) * g * g
+        step = state["m"] / (1 - b1**t) / ((state["v"] / (1 - b2**t)).sqrt() + o["eps"])
+        lr = o["adamw_lr"] or o["lr"]
+        w -= lr * (step + o["weight_decay"] * w)
+        return
+    state["b"] = o["momentum"] * state.get("b", 0) + (1 - o["momentum"]) * g
+    update = (1 - o["momentum"]) * g + o["momentum"] * state["b"] if o["nesterov"] else state["b"]
+    is_fused = o["fused"] is not None and w.shape == (14, 12)
+    directions = []
+    for part in update.split(7) if is_fused else [update]:
+        rows, columns = len(part), part[0].numel()
+        scale = max(1, rows / columns) ** 0.5
+        if o["adjust_lr"] == "match_rms_adamw":
+            scale = 0.2 * max(rows, columns) ** 0.5
+        direction = newton_schulz(part.reshape(rows, columns), o["ns_steps"], o["ns_coefficients"])
+        directions.append(scale * direction.reshape(part.shape))
+    w -= o["lr"] * (torch.cat(directions) + o["weight_decay"] * w)
+
+
 BY_HAND: dict[str, Callable[..., None]] = {
     "lars": lars,
     "lamb": lamb,
     "novograd": novograd,
     "lion": lion,
     "plain_adafactor": plain_adafactor,
+    "muon": muon,
 }
 TORCH = {
     "adamw": torch.optim.AdamW,
@@ -170,6 +210,19 @@ RECIPES = {
     "adafactor": Optimizer(name="adafactor", lr=0.1, weight_decay=0.1),
     "plain_adafactor": Optimizer(
         name="adafactor", lr=0.02, scale_parameter=False, relative_step=False, clip_threshold=1.1
+    ),
+    "muon": Optimizer(name="muon", lr=0.02, weight_decay=0.1, ns_precision="full"),
+    "muon-fused": Optimizer(
+        name="muon",
+        lr=0.02,
+        nesterov=False,
+        momentum=0.8,
+        ns_precision="full",
+        ns_steps=3,
+        adjust_lr="match_rms_adamw",
+        adamw="7.*",
+        adamw_lr=0.01,
+        fused="3.weight:2",
     ),
 }
 
@@ -239,6 +292,71 @@ def test_one_process_equals_a_loop_by_hand() -> None:
     assert {recipe: error for recipe, error in found.items() if error > 1e-10} == {}
 
 
+def test_muon_equals_torch() -> None:
+    """In bf16, the data type of torch's iteration, for a model of matrices."""
+    task, spec = models.Points(), Optimizer(name="muon", lr=0.02, weight_decay=0.1, adamw="")
+    model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Tanh(), nn.Linear(7, 3, bias=False))
+    twin = copy.deepcopy(model)
+    ours = make_optimizer(task, spec, ResolvedPlan(), model)
+    theirs = torch.optim.Muon(twin.parameters(), lr=0.02, weight_decay=0.1)
+    for seed in range(5):
+        for net in (model, twin):
+            net(random_normal(4, 5, seed=seed)).square().sum().backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for parameter, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert relative_difference(parameter.detach(), expected.detach()) < 1e-6  # one bf16 bit is 4e-3
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(9, 4), nn.Parameter(torch.zeros(1, 5, 4))
+        self.attention, self.qkv = nn.MultiheadAttention(4, 1), nn.Linear(4, 12)
+        self.kv, self.out = nn.Linear(4, 8), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 9, bias=False)
+
+
+def names_of_groups(model: nn.Module, **options: Any) -> dict[tuple[bool, int], set[str]]:
+    spec, notes = Optimizer(name="muon", **options), []
+    muon = build_muon(spec, model, dict(model.named_parameters()), notes)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert len(notes) == 1
+    return {
+        (group["matrix"], group["blocks"]): {names[parameter] for parameter in group["params"]}
+        for group in muon.param_groups
+    }
+
+
+def test_what_muon_orthogonalizes() -> None:
+    model = Attention()
+    groups = names_of_groups(model)
+    assert groups[True, 3] == {"attention.in_proj_weight", "qkv.weight"}
+    assert groups[True, 1] == {"attention.out_proj.weight", "kv.weight", "out.weight"}
+    assert {"embedding.weight", "position", "head.weight"} <= groups[False, 1]
+    groups = names_of_groups(model, adamw="out.*,embedding.*", fused="kv.weight:2")
+    assert groups[True, 2] == {"kv.weight"}
+    assert "head.weight" in groups[True, 1]
+    assert {"out.weight", "embedding.weight"} <= groups[False, 1]
+    model.head.weight = model.embedding.weight
+    assert "out.weight" in names_of_groups(model)[True, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adamw": "none.*"}, r"optimizer.adamw: no trained parameter of the model matches 'none.\*'; its"),
+        ({"fused": "qkv.weight"}, r"optimizer.fused must be PATTERN:NUMBER,…, such as \*.qkv.weight:3, got"),
+        ({"fused": "qkv.weight:5"}, "qkv.weight has 12 rows, which are not 5 equal matrices; leave it out"),
+        ({"fused": "no.weight:3"}, "optimizer.fused: no trained parameter of the model matches 'no.weight'"),
+    ],
+)
+def test_patterns_without_matches_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        names_of_groups(Attention(), **options)
+
+
 def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -300,3 +418,17 @@ def test_sums_over_shards_alone_are_caught(plan: str) -> None:
 @pytest.mark.processes
 def test_rows_of_another_rank_are_caught() -> None:
     assert differences_by_hand(2, "zero3", ["adafactor"], places_at_the_begin)["adafactor"] > 1e-6
+
+
+def orthogonal_shards() -> Any:
+    """Orthogonalize the shard of each rank."""
+
+    def patch(original: Any) -> Any:
+        return lambda params, shards, function: [function(shard) for shard in shards]
+
+    return replaced(muon_module, "update_matrices", patch)
+
+
+@pytest.mark.processes
+def test_orthogonal_shards_are_caught() -> None:
+    assert differences_by_hand(2, "zero3", ["muon"], orthogonal_shards)["muon"] > 1e-3

@@ -57,7 +57,8 @@ def make_optimizer(
     with UserCode("optimizer()", task.optimizer):
         optimizer = task.optimizer(params)
     if optimizer is None:
-        optimizer = build_optimizer(spec, [parameter for _, parameter in params], dense=not sparse)
+        notes = report.notes if report is not None else []
+        optimizer = build_optimizer(spec, model, dict(params), dense=not sparse, notes=notes)
     elif not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(f"optimizer() must return a torch optimizer or None, got {type(optimizer).__name__}")
     else:

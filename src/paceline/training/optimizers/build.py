@@ -1,6 +1,6 @@
 """Builds the optimizer that a request names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from paceline.training.optimizers.adafactor import Adafactor
 from paceline.training.optimizers.lamb import Lamb
 from paceline.training.optimizers.lars import Lars
 from paceline.training.optimizers.lion import Lion
+from paceline.training.optimizers.muon_groups import build_muon
 from paceline.training.optimizers.novograd import NovoGrad
 from paceline.training.optimizers.rprop import Rprop
 
@@ -38,14 +39,22 @@ FUSED = {"adamw", "adam", "sgd", "adagrad"}
 FUSED_ON_DTENSORS = {"adamw", "adam"}  # torch 2.13: the others do not support DTensor
 
 
-def build_optimizer(spec: Optimizer, params: Sequence[nn.Parameter], dense: bool) -> torch.optim.Optimizer:
-    """Return the optimizer that `spec` names. dense: whether no gradient is sparse."""
+def build_optimizer(
+    spec: Optimizer, model: nn.Module, params: Mapping[str, nn.Parameter], dense: bool, notes: list[str]
+) -> torch.optim.Optimizer:
+    """Return the optimizer that `spec` names.
+
+    params: what it trains on this rank, by name in `model`. dense: whether no gradient is sparse. notes: for
+    the user; are added. Raises SpecError for patterns that match nothing.
+    """
+    if spec.name == "muon":
+        return build_muon(spec, model, params, notes)
     options: dict[str, Any] = {"lr": spec.lr, **spec.options}
     if spec.name != "rprop":
         options["weight_decay"] = spec.weight_decay
-    fused = dense and all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
-    if any(map(is_dtensor, params)):
+    fused = dense and all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params.values())
+    if any(map(is_dtensor, params.values())):
         fused = fused and spec.name in FUSED_ON_DTENSORS
     if fused and spec.name in FUSED:
         options["fused"] = True
-    return CLASSES[spec.name](params, **options)
+    return CLASSES[spec.name](list(params.values()), **options)

@@ -1,0 +1,152 @@
+"""Which parameters Muon trains as matrices, and which by AdamW."""
+
+import fnmatch
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from paceline.errors import SpecError
+from paceline.spec import Optimizer, abbreviate
+from paceline.training.optimizers.muon import Muon
+
+# Matrices that are queries, keys and values one after the other, in torch, timm, nanoGPT and GPT-2.
+FUSED = "*in_proj_weight:3,*qkv.weight:3,*Wqkv.weight:3,*c_attn.weight:3"
+EMBEDDING_WORDS = ("emb", "pos_", "position", "token")
+MAX_NAMES = 4  # in a note
+
+
+@dataclass(frozen=True)
+class FusedPattern:
+    """Matrices that are several matrices: the pattern of their names, and their number."""
+
+    pattern: str
+    blocks: int
+
+
+def build_muon(
+    spec: Optimizer, model: nn.Module, params: Mapping[str, nn.Parameter], notes: list[str]
+) -> Muon:
+    """Return Muon for the parameters of this rank. Raises SpecError for patterns that match nothing.
+
+    model: whole, if on other ranks too; notes: what AdamW trains is added.
+    """
+    options = dict(spec.options)
+    adamw_lr, patterns, fused = (options.pop(key) for key in ("adamw_lr", "adamw", "fused"))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    excluded = (
+        match_names(patterns, trained, "optimizer.adamw")
+        if patterns is not None
+        else find_embeddings_and_head(model) & trained.keys()
+    )
+    known = read_fused(fused if fused is not None else FUSED, trained, must_match=fused is not None)
+    groups: dict[tuple[bool, int, int], list[nn.Parameter]] = {}
+    for name, parameter in params.items():
+        is_matrix = name not in excluded and is_matrix_shape(parameter)
+        blocks, dim = _find_blocks(name, parameter, known, fused is not None) if is_matrix else (1, 0)
+        groups.setdefault((is_matrix, blocks, dim), []).append(parameter)
+    notes += _describe(trained, excluded)
+    return Muon(
+        [
+            {
+                "params": members,
+                "matrix": is_matrix,
+                "blocks": blocks,
+                "block_dim": dim,
+                "lr": spec.lr if is_matrix or adamw_lr is None else adamw_lr,
+            }
+            for (is_matrix, blocks, dim), members in groups.items()
+        ],
+        lr=spec.lr,
+        weight_decay=spec.weight_decay,
+        **options,
+    )
+
+
+def is_matrix_shape(parameter: Tensor) -> bool:
+    """Return whether a tensor is a matrix, or several matrices, of more than one row and column."""
+    return parameter.dim() >= 2 and parameter.shape[0] > 1 and parameter.shape[1:].numel() > 1
+
+
+def find_embeddings_and_head(model: nn.Module) -> set[str]:
+    """Return the names of embeddings, and of the weight of the last layer in the order of the model."""
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    }
+    found = {
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) in embeddings or any(word in name.lower() for word in EMBEDDING_WORDS)
+    }
+    matrices = [name for name, parameter in model.named_parameters() if is_matrix_shape(parameter)]
+    others = [name for name in matrices if name not in found]
+    # A head that is tied to the embedding has its name, so the last layer is hidden.
+    has_tied_head = any(
+        name not in dict(model.named_parameters()) and id(parameter) in embeddings
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    )
+    return found | ({others[-1]} if others and not has_tied_head else set())
+
+
+def match_names(patterns: str, names: Iterable[str], key: str) -> set[str]:
+    """Return the names that match one of the patterns, separated by commas. "" matches nothing.
+
+    key: of the request, for SpecError if a pattern matches no name.
+    """
+    names, found = list(names), set()
+    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            more = ", …" if len(names) > MAX_NAMES else ""
+            raise SpecError(
+                f"{key}: no trained parameter of the model matches {abbreviate(pattern)}; its parameters are "
+                f"{', '.join(names[:MAX_NAMES])}{more}"
+            )
+        found |= {*matches}
+    return found
+
+
+def read_fused(text: str, names: Container[str], must_match: bool) -> list[FusedPattern]:
+    """Return the patterns of `PATTERN:BLOCKS,…`. Raises SpecError."""
+    found = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        pattern, _, blocks = part.rpartition(":")
+        if not pattern or not blocks.isdecimal() or int(blocks) < 1:
+            raise SpecError(f"optimizer.fused must be PATTERN:NUMBER,…, such as *.qkv.weight:3, got {part!r}")
+        if must_match:
+            match_names(pattern, names, "optimizer.fused")  # type: ignore[arg-type]
+        found.append(FusedPattern(pattern, int(blocks)))
+    return found
+
+
+def _find_blocks(name: str, parameter: Tensor, known: list[FusedPattern], must_fit: bool) -> tuple[int, int]:
+    """Return the number of matrices in a matrix, and the dimension along which they are."""
+    for fused in known:
+        if not fnmatch.fnmatchcase(name, fused.pattern):
+            continue
+        for dim in (0, 1):
+            # nn.Linear has outputs first; Conv1D of GPT-2 has them last.
+            if parameter.shape[dim] == fused.blocks * parameter.shape[1 - dim]:
+                return fused.blocks, dim
+        if must_fit:
+            if parameter.shape[0] % fused.blocks == 0:
+                return fused.blocks, 0
+            raise SpecError(
+                f"optimizer.fused: {name} has {parameter.shape[0]} rows, which are not {fused.blocks} equal "
+                "matrices; leave it out"
+            )
+    return 1, 0
+
+
+def _describe(trained: Mapping[str, Tensor], excluded: Container[str]) -> list[str]:
+    """Return a note on what AdamW trains."""
+    vectors = sum(not is_matrix_shape(parameter) for parameter in trained.values())
+    names = [name for name, parameter in trained.items() if name in excluded and is_matrix_shape(parameter)]
+    matrices = len(trained) - vectors - len(names)
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    listed = f", {', '.join(names[:MAX_NAMES])}{more}" if names else ""
+    vector_words = f"{vectors} vector{'s' * (vectors != 1)}"
+    return [
+        f"muon orthogonalizes {matrices} matri{'ces' if matrices != 1 else 'x'}; AdamW trains "
+        f"{vector_words}{listed} (optimizer.adamw changes it)"
+    ]
