@@ -513,7 +513,7 @@ def test_dissimilar_names_are_not_suggested():
             "optimizer.ema",
             "unknown key optimizer.ema; available: name, lr, weight_decay, momentum, nesterov, dampening, "
             "betas, eps, amsgrad, momentum_decay, decoupled_weight_decay, lr_decay, "
-            "initial_accumulator_value, rho, alpha, centered, etas, step_sizes, lambd, t0 and 17 more",
+            "initial_accumulator_value, rho, alpha, centered, etas, step_sizes, lambd, t0 and 18 more",
         ),
         ("spec.ema", "unknown key ema; paceline train --keys lists them"),
         ("optimizer.beta", "unknown key optimizer.beta; did you mean optimizer.betas?"),

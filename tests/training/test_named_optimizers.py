@@ -132,7 +132,7 @@ def plain_adafactor(w: Tensor, g: Tensor, state: State, t: int, o: Options) -> N
 
 def newton_schulz(g: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
     """The iteration by singular values: each is mapped by the same odd polynomial."""
-    u, s, v = torch.linalg.svd(g / (g.norm() + 1e-12), full_matrices=False)
+    u, s, v = torch.linalg.svd(g / g.norm(), full_matrices=False)
     a, b, c = coefficients
     for _ in range(steps):
         s = a * s + b * s**3 + c * s**5

@@ -33,9 +33,9 @@ class Rprop(WholeTensorOptimizer):
             if step == 1:
                 size.fill_(tensors.options["lr"])
             sign = grad * last
-            size.mul_(torch.where(sign > 0, grow, torch.where(sign < 0, shrink, 1.0)).to(size.dtype))
-            size.clamp_(smallest, largest)
-            kept = torch.where(sign < 0, 0.0, grad)
+            factors = torch.ones_like(size).masked_fill_(sign > 0, grow).masked_fill_(sign < 0, shrink)
+            size.mul_(factors).clamp_(smallest, largest)
+            kept = grad.masked_fill(sign < 0, 0.0)
             weight.sub_(kept.sign() * size)
             last.copy_(kept)
         yield from ()
