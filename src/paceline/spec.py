@@ -606,6 +606,22 @@ class Spec(Value):
         return max(1, -(-round((self.epochs or DEFAULT_EPOCHS) * samples) // self.batch))
 
 
+def parse_monitor(value: Any, hint: str) -> float | Literal["off"]:
+    """Return the seconds between samples of a node, or "off". Raises ValueError with a hint."""
+    if value == "off":
+        return "off"
+    try:
+        seconds = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not MIN_MONITOR_S <= seconds <= MAX_MONITOR_S:
+        raise ValueError(
+            f"monitor must be off, or seconds between samples from {MIN_MONITOR_S:g} to {MAX_MONITOR_S:g}, "
+            f"got {abbreviate(value)}; {hint}"
+        )
+    return seconds
+
+
 class Launch(Value):
     """The part of a request that does not determine the result: plan, ranks and how they are started.
 
@@ -662,18 +678,7 @@ class Launch(Value):
     @field_validator("monitor", mode="before")
     @classmethod
     def _monitor_is_seconds_or_off(cls, value: Any) -> Any:
-        if value == "off":
-            return value
-        try:
-            seconds = float(value) if not isinstance(value, bool) else math.nan
-        except (TypeError, ValueError):
-            seconds = math.nan
-        if not MIN_MONITOR_S <= seconds <= MAX_MONITOR_S:
-            raise ValueError(
-                f"monitor must be off, or seconds between samples from {MIN_MONITOR_S:g} to"
-                f" {MAX_MONITOR_S:g}, got {abbreviate(value)}; write --monitor 1 or --monitor off"
-            )
-        return seconds
+        return parse_monitor(value, "write --monitor 1 or --monitor off")
 
     @model_validator(mode="after")
     def _names_are_printable(self) -> Self:

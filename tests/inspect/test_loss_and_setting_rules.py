@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.events import Failed
 from paceline.inspect.finding import Missing, NotApplicable
 from paceline.spec import Loading, Optimizer, Schedule, Spec
 from run_facts import (
@@ -34,6 +35,47 @@ def test_a_spike_is_found_with_its_steps() -> None:
     [evidence] = outcome_of("loss-spike", make_facts(steps=make_steps(300, losses=diverged)))
     assert evidence.sentence.endswith("and did not come back since")
     assert evidence.share == pytest.approx(100 / 300)
+
+
+def test_a_jump_to_a_level_with_more_noise_is_found() -> None:
+    """Each loss of the new level is four times as large, and so is its noise."""
+    draw = random.Random(2)
+    before = [0.45 + 1.8 * math.exp(-k / 30) + draw.gauss(0, 0.12) for k in range(150)]
+    after = [abs(4 * (0.45 + draw.gauss(0.1, 0.2))) + 0.6 for _ in range(150)]
+    [evidence] = outcome_of("loss-spike", make_facts(steps=make_steps(300, losses=before + after)))
+    assert 150 <= evidence.values["step"] <= 153
+    assert "did not come back" in evidence.sentence
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.05])
+def test_a_loss_that_rises_steadily_does_not_jump(noise: float) -> None:
+    draw = random.Random(3)
+    rising = [0.5 + k / 400 + draw.gauss(0, noise) for k in range(600)]
+    assert sentences("loss-spike", make_facts(steps=make_steps(600, losses=rising))) == []
+
+
+def test_a_learning_rate_that_is_too_large_from_the_beginning_is_found() -> None:
+    draw = random.Random(4)
+    losses = [2.31, 9e5, *(draw.uniform(1e3, 1e6) for _ in range(30)), *noisy(250, 2.4, 0.08)]
+    [evidence] = outcome_of("loss-spike", make_facts(steps=make_steps(282, losses=losses)))
+    assert evidence.sentence.startswith("the loss jumped from 2.31 to ")
+    assert "in the first 10 steps" in evidence.sentence
+    # Batches of one sample: the first loss may be small by chance.
+    for seed in range(20):
+        draw = random.Random(seed)
+        heavy = [1e-4, *(draw.gauss(0, 1.0) ** 2 * math.exp(-k / 60) + 1e-5 for k in range(299))]
+        assert sentences("loss-spike", make_facts(steps=make_steps(300, losses=heavy))) == []
+
+
+def test_a_loss_that_is_not_finite_ends_a_training() -> None:
+    failed = Failed(time=1100.0, what="run", step=149, message="the loss is nan", error="DivergedError")
+    [evidence] = outcome_of("not-finite", make_facts(failures=(failed,)))
+    assert evidence.sentence == "the loss was not finite after step 149, which ended the training"
+    assert outcome_of("not-finite", make_facts()) == []
+    resumed = replace(failed, time=900.0)
+    assert outcome_of("not-finite", make_facts(failures=(resumed,))) == [], "the last start continued"
+    other = replace(failed, error="RankError")
+    assert outcome_of("not-finite", make_facts(failures=(other,))) == []
 
 
 def test_one_step_is_a_spike_only_if_its_gradient_is_large() -> None:

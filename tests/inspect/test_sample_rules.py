@@ -41,6 +41,25 @@ def test_an_idle_gpu_in_a_recording(tmp_path: Path) -> None:
     assert isinstance(outcome_of("device-idle", few), Missing)
 
 
+def test_a_short_job_in_a_long_recording(tmp_path: Path) -> None:
+    """Memory that is in use only during the job shows when the job began and ended."""
+    used = [0.0] * 100 + [92.0] * 60 + [0.0] * 100
+    for held, expected in ((600.0, 0), (30_000.0, 1)):  # a job that holds memory and does not compute
+        memory = [held] * 100 + [31_000.0] * 60 + [held] * 100
+        rows = {"gpu0 utilization [%]": used, "gpu0 memory used [MiB]": memory}
+        facts = RunFacts(path=Path("gpu.csv"), windows=make_windows(tmp_path, rows, begin=None, end=None))
+        assert len(sentences("device-idle", facts)) == expected
+
+
+def test_memory_of_mapped_files_does_not_grow(tmp_path: Path) -> None:
+    """Samples that are read from a mapped file occupy memory that the system can free."""
+    memory = [600.0 + 5 * k for k in range(100)]
+    rows = {"rank0 memory [MiB]": memory, "rank0 file memory [MiB]": [200.0 + 5 * k for k in range(100)]}
+    assert sentences("memory-growth", make_facts(windows=make_windows(tmp_path, rows))) == []
+    for leak in ({**rows, "rank0 file memory [MiB]": [200.0] * 100}, {"rank0 memory [MiB]": memory}):
+        assert len(sentences("memory-growth", make_facts(windows=make_windows(tmp_path, leak)))) == 1
+
+
 def test_many_idle_gpus_are_named_in_four_lines(tmp_path: Path) -> None:
     rows = {f"gpu{gpu} utilization [%]": [95.0 if gpu == 0 else 0.0] * 60 for gpu in range(8)}
     facts = RunFacts(path=Path("gpu.csv"), windows=make_windows(tmp_path, rows))

@@ -114,6 +114,11 @@ def test_evaluations() -> None:
     # Each evaluation is better and saves a checkpoint.
     better = make_facts(evaluated=make_evaluations(0.5, every=5), saved=make_saves(5.0, every=5))
     assert len(sentences("evaluation", better)) == 1
+    # Each epoch is evaluated by default, in as much time as a forward pass of a third of a step.
+    spec, third = Spec(), make_evaluations(0.45, every=20)
+    assert sentences("evaluation", make_facts(evaluated=make_evaluations(0.55, every=20), spec=spec)) == []
+    assert len(sentences("evaluation", make_facts(evaluated=make_evaluations(0.9, every=20), spec=spec))) == 1
+    assert len(sentences("evaluation", make_facts(evaluated=third, spec=Spec(evaluate_every=20)))) == 1
     # Two long evaluations: the last is always wanted.
     assert isinstance(outcome_of("evaluation", make_facts(evaluated=make_evaluations(9.0, 100))), Missing)
 
@@ -159,7 +164,8 @@ def test_healthy_ranks_are_no_stragglers() -> None:
     assert isinstance(outcome_of("straggler", make_facts(beats=few)), Missing)
     # Under zero3, the forward pass gathers weights and so waits for other ranks.
     waits = make_beats({"forward": 0.08, "backward": 0.02}, {"forward": 0.02, "backward": 0.08})
-    assert sentences("straggler", make_facts("zero3", beats=waits)) == []
+    assert isinstance(outcome_of("straggler", make_facts("zero3", beats=waits)), Missing)
+    assert sentences("straggler", make_facts("zero3", beats=waits, profiled=make_profiles())) == []
     assert isinstance(outcome_of("straggler", make_facts("single", 1)), NotApplicable)
 
 
@@ -170,6 +176,26 @@ def test_a_straggler_by_profiles() -> None:
     changing = [replace(profile, slowest=k % 2) for k, profile in enumerate(slow)]
     assert sentences("straggler", make_facts(profiled=tuple(changing))) == []
     assert isinstance(outcome_of("straggler", make_facts(profiled=slow[:2])), Missing)
+
+
+def test_a_straggler_by_a_single_profile() -> None:
+    """A short run has one profiled step, in which the machine may have paused."""
+    clear = make_profiles(1, slowest_s=0.08, busy_s=0.05)  # the other rank: 0.02 s
+    beats = make_beats({"forward": 0.07}, {"forward": 0.07})
+    [evidence] = outcome_of(
+        "straggler", make_facts("zero3", profiled=clear, beats=beats, steps=make_steps(100, 0.1))
+    )
+    assert evidence.sentence.startswith("rank 1")
+    for values in (
+        {"profiled": clear, "steps": make_steps(100, 0.05)},  # most steps take less than the rank was busy
+        {"profiled": make_profiles(1, slowest_s=0.08, busy_s=0.06), "steps": make_steps(100, 0.1)},
+    ):
+        assert isinstance(outcome_of("straggler", make_facts("zero3", beats=beats, **values)), Missing)
+    assert outcome_of("straggler", make_facts("zero3", profiled=make_profiles(1), beats=beats)) == []
+    missing = outcome_of("straggler", make_facts("zero3", beats=beats))
+    assert isinstance(missing, Missing), "the forward pass of zero3 waits for other ranks"
+    assert "profiles" in missing.reason
+    assert outcome_of("straggler", make_facts("zero1", beats=beats)) == []
 
 
 def test_communication() -> None:
@@ -254,3 +280,13 @@ def test_scaling() -> None:
     # As many cores: one rank with 4 threads.
     same = Sibling("b", "single", 1, 4, 1200.0)
     assert isinstance(outcome_of("scaling", make_facts(ranks=4, threads=1, siblings=(same,))), Missing)
+    # More threads than cores are no more cores: 4 ranks on the 2 cores of one machine.
+    few = {"cores": 2.0, "local_ranks": 4.0}
+    assert isinstance(
+        outcome_of("scaling", make_facts(ranks=4, threads=2, siblings=(one,), facts=few)), Missing
+    )
+    # Other programs had the cores: the time of this run says nothing about more ranks.
+    crowded = make_beats(*[{"forward": 0.05}] * 4, core_wait_s=1.0)
+    outcome = outcome_of("scaling", make_facts(ranks=4, threads=2, siblings=(one,), beats=crowded))
+    assert isinstance(outcome, Missing)
+    assert "waited for a core" in outcome.reason

@@ -315,6 +315,8 @@ class Unsendable(package.Task):
         ({"ranks": 2, "task": Unsendable(lock=threading.Lock())}, TaskError, "TypeError: cannot pickle"),
         ({"ranks": 2, "task": Unsendable(lock=torch.zeros(1)), "run": "run"}, TaskError, "spec.toml"),
         ({"ranks": 2, "run": "."}, RunError, "exists"),
+        ({"ranks": 2, "monitor": 0}, SpecError, 'got 0; write monitor=1.0 or monitor="off"'),
+        ({"monitor": True, "run": "run"}, SpecError, "monitor must be off, or seconds"),
     ],
 )
 def test_refused_before_anything_starts(arguments, kind, words, tmp_path: Path, monkeypatch) -> None:
@@ -323,6 +325,27 @@ def test_refused_before_anything_starts(arguments, kind, words, tmp_path: Path, 
         next(train(Spec(task="digits", batch=8, steps=1), **arguments))
     assert "\n" not in str(raised.value)
     assert not list(tmp_path.iterdir())
+
+
+SAMPLED = """
+    for words in ({}, {"ranks": 2}):
+        for every in (0.2, "off"):
+            run = Path(f"{len(words)}-{every}")
+            task = Net(delay_s=0.02)
+            events = [*paceline.train(spec(12), task=task, run=run, monitor=every, **words)]
+            assert isinstance(events[-1], Ended), events[-1]
+"""
+
+
+def test_the_node_is_sampled_in_its_run_folder(tmp_path: Path) -> None:
+    """In this process, and on ranks; by default as well, as on the command line."""
+    assert finish(run_script(tmp_path, SAMPLED), tmp_path).status == 0
+    for ranks in (0, 1):
+        [file] = (tmp_path / f"{ranks}-0.2" / "monitor").glob("*.csv")
+        header = next(line for line in file.read_text().splitlines() if line.startswith("time [s]"))
+        assert ",rank0 file memory [MiB]," in header
+        assert ("rank1 cpu" in header) == (ranks == 1)
+        assert not (tmp_path / f"{ranks}-off" / "monitor").exists()
 
 
 def test_a_task_of_another_user_is_not_read(tmp_path: Path, monkeypatch) -> None:

@@ -89,6 +89,32 @@ def busy():
         process.kill()
 
 
+MAPPED = """
+import mmap, sys, time
+file = open(sys.argv[1], "r+b")
+pages = mmap.mmap(file.fileno(), 0)
+own = bytearray(b"x" * 2**25)
+read = sum(pages[at] for at in range(0, len(pages), 4096))
+print(read, flush=True)
+time.sleep(600)
+"""
+
+
+def test_memory_of_mapped_files_is_known(tmp_path):
+    """A process maps 64 MiB of a file, and has 32 MiB of its own besides Python."""
+    (tmp_path / "samples").write_bytes(bytes(2**26))
+    command = [sys.executable, "-c", MAPPED, str(tmp_path / "samples")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline()
+        sensor = RankSensor(lambda: {0: process.pid})
+        sensor.search()
+        values = dict(zip(sensor.columns, sensor.read(time.monotonic()), strict=True))
+        process.kill()
+    assert 64 <= values["rank0 file memory"] <= 64 + 24, "and Python's libraries"
+    assert 32 <= values["rank0 memory"] - values["rank0 file memory"] <= 32 + 32
+    assert values["rank0 workers file memory"] == 0
+
+
 def test_values_equal_those_of_proc(tmp_path, busy, start_sampler):
     """Processor time, memory, workers and the node's memory, read from /proc before and after."""
     [worker] = psutil.Process(busy.pid).children()

@@ -461,4 +461,9 @@ def test_doctor_names_the_rank_that_an_own_loop_waits_for(tmp_path: Path, launch
             assert "own is being trained by process " in second.err
         (tmp_path / "over").touch()
         assert running.wait().status == 0
-    assert diagnose().out == "own is not running: its ranks have ended\n"
+    assert diagnose().out.startswith("own is not running: its ranks have ended\n")
+    # One sampler for both ranks, which ended with them.
+    [samples] = (tmp_path / "own/monitor").glob("*.csv")
+    assert "rank0 cpu" in samples.read_text()
+    assert "rank1 cpu" in samples.read_text()
+    assert samples.read_text().count("# paceline samples") == 1

@@ -66,8 +66,8 @@ def doctor(
     found = find(_add_prediction(folder, facts) if predict else facts)
     if json is not None:
         _write(json, diagnosis, found)
-    # A user's own loop has no request, and records only the state of its ranks.
-    findings = format_findings(found) if folder.spec.exists() else []
+    # The loop of a user records only the state of its ranks, and samples.
+    findings = format_findings(found) if folder.spec.exists() or facts.windows else []
     if diagnosis is None:
         first = f"{run} is not running: {_describe_last_state(folder)}"
         print_parts(first, *(line for line in findings if line not in first))

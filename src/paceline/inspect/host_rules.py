@@ -47,13 +47,22 @@ def check_growth(facts: RunFacts) -> Outcome:
     was_checked = False
     for window in facts.windows:
         for column, owner in (("memory", ""), ("workers memory", "the workers of ")):
-            series = {rank: window.timed(f"rank{rank} {column}") for rank in window.ranks}
+            series = {rank: _read_own_memory(window, f"rank{rank}", column) for rank in window.ranks}
             known = {rank: rows for rank, rows in series.items() if len(rows) >= MIN_SAMPLES}
             was_checked |= bool(known)
             growths = [growth for rank, rows in known.items() if (growth := _find_growth(rank, rows))]
             if growths:
                 found.append(_describe_growth(growths, owner, window))
     return found if was_checked else _no_samples(facts)
+
+
+def _read_own_memory(window: Window, rank: str, column: str) -> list[tuple[float, float]]:
+    """Return times and memory without mapped files, such as samples, whose pages the system can free."""
+    of_files = f"{rank} {column.replace('memory', 'file memory')}"
+    if not window.values(of_files):  # of an older version
+        return window.timed(f"{rank} {column}")
+    rows = window.timed_rows(f"{rank} {column}", of_files)
+    return [(time, used - in_files) for time, used, in_files in rows]
 
 
 def _find_growth(rank: int, series: list[tuple[float, float]]) -> Growth | None:

@@ -14,6 +14,13 @@ MIN_BEFORE = 40  # of them
 SPIKE_RISE = 1.5  # above the largest loss of the window, in units of its distance from the median
 SPIKE_FLOOR = 0.25  # and as a share of the range of all losses
 MIN_SPIKE_STEPS = 3  # in a row; a single hard batch is no spike
+SHIFT_STEPS = 10  # whose median exceeds the largest loss of the window, if the loss jumps and stays
+JUMP_FACTOR = 2.0  # of the distance between the largest loss of the window and its median
+BACK_STEPS = 5  # whose median is back after a jump
+SHIFT_SHARE = 0.02  # of the range of all losses, which a jump exceeds besides that of the steps around it
+EARLY_STEPS = 10  # after the first, in which a learning rate that is much too large shows
+EARLY_FACTOR = 20.0  # of the first loss and of the last
+EARLY_SPREAD = 3.0  # of the last losses, 90th to 10th percentile: noisier losses have no typical first value
 SPIKE_NORM = 5.0  # a single step counts if its gradient exceeds the largest of the window by this factor
 MIN_PLATEAU_STEPS = 200
 MIN_PLATEAU_SHARE = 0.2  # of the training; it may begin slowly
@@ -37,6 +44,8 @@ def check_spike(facts: RunFacts) -> Outcome:
     scale = _range(losses)
     if not scale:
         return []
+    if early := _find_early_jump(facts, losses):
+        return early
     worst: tuple[float, int, int, float] | None = None  # rise, first, last, median before
     at = MIN_BEFORE
     while at < len(points):
@@ -47,6 +56,8 @@ def check_spike(facts: RunFacts) -> Outcome:
         while until < len(points) and losses[until] > limit:
             until += 1
         count = until - at
+        if count < MIN_SPIKE_STEPS and _is_shifted(losses, at, middle, highest):
+            until, count = at + SHIFT_STEPS, SHIFT_STEPS
         if count >= MIN_SPIKE_STEPS or (count and _has_large_gradient(points, at)):
             rise = max(losses[at:until]) - middle
             if worst is None or rise > worst[0]:
@@ -55,7 +66,10 @@ def check_spike(facts: RunFacts) -> Outcome:
     if worst is None:
         return []
     rise, first, last, middle = worst
-    back = next((k for k in range(last, len(points)) if losses[k] <= middle + 0.1 * rise), None)
+    # Noise that grew with the loss may reach the old level in a single step.
+    level = middle + 0.1 * rise
+    is_back = lambda k: max(losses[k], statistics.median(losses[k : k + BACK_STEPS])) <= level  # noqa: E731
+    back = next(filter(is_back, range(last, len(points))), None)
     lost = sum(point.num_steps for point in points[first : back if back is not None else len(points)])
     peak = max(losses[first : last + 1])
     step = points[first].step
@@ -66,6 +80,57 @@ def check_spike(facts: RunFacts) -> Outcome:
             {"step": step, "loss_before": middle, "loss": peak, "steps_lost": lost},
             lost / max(1, facts.num_steps),
             f"{facts.again} --clip 1.0 limits the gradient; a lower --lr and schedule.warmup help too",
+        )
+    ]
+
+
+def _is_shifted(losses: Sequence[float], at: int, middle: float, highest: float) -> bool:
+    """Return whether the loss jumps at a step and stays above everything before.
+
+    Noise that grows with the loss hides this from the comparison of single steps. A loss that rises steadily
+    does not jump."""
+    after = losses[at : at + SHIFT_STEPS]
+    if losses[at] <= highest or len(after) < SHIFT_STEPS:
+        return False
+    rise = statistics.median(after) - middle
+    floor = max(SPIKE_FLOOR * _range(losses[max(0, at - WINDOW) : at + WINDOW]), SHIFT_SHARE * _range(losses))
+    return rise > max(floor, JUMP_FACTOR * (highest - middle))
+
+
+def _find_early_jump(facts: RunFacts, losses: Sequence[float]) -> list[Evidence]:
+    """Return a finding if the first updates made the loss many times larger, which has no window before."""
+    third = sorted(losses[-(len(losses) // 3) :])
+    low, late, high = (third[int(share * (len(third) - 1))] for share in (0.1, 0.5, 0.9))
+    first, early = losses[0], statistics.median(losses[1 : 1 + EARLY_STEPS])
+    if facts.steps[0].step != 1 or not 0 < low <= high < EARLY_SPREAD * low:
+        return []
+    if first <= 0 or early < EARLY_FACTOR * max(first, late):
+        return []
+    back = next((k for k in range(EARLY_STEPS, len(losses)) if losses[k] <= first), len(losses))
+    lost = sum(point.num_steps for point in facts.steps[:back])
+    return [
+        Evidence(
+            f"the loss jumped from {first:.4g} to {early:.4g} in the first {EARLY_STEPS} steps and "
+            + (f"was back after {several(lost, 'step')}" if back < len(losses) else "never came back"),
+            {"step": 1, "loss_before": first, "loss": early, "steps_lost": lost},
+            lost / max(1, facts.num_steps),
+            f"{facts.again} with a lower --lr, and schedule.warmup",
+        )
+    ]
+
+
+def check_finite(facts: RunFacts) -> Outcome:
+    """A training that ended because its loss was not finite."""
+    ends = [event for event in facts.failures if event.error == "DivergedError"]
+    if not ends or ends[-1].time < facts.start.time:
+        return []
+    step = ends[-1].step
+    return [
+        Evidence(
+            f"the loss was not finite after step {step}, which ended the training",
+            {"step": step},
+            None,
+            f"paceline resume {facts.path} --lr SMALLER; --clip 1.0 limits the gradient",
         )
     ]
 

@@ -1,5 +1,6 @@
 """Rules about ranks: stragglers, communication, pipelines, and whether more ranks pay."""
 
+import math
 import statistics
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from paceline.units import format_seconds, several
 STEP_PHASES = (DATA, FORWARD, BACKWARD, UPDATE, OWN_CODE)
 MIN_STEPS = 20  # in the sums of a heartbeat
 MIN_PROFILES = 3  # that name the same straggler; a single profile may show a pause of the machine
+CLEAR_RATIO = 3.0  # of the busy time in fewer profiles, if the median step takes at least as long
 SLOW_RATIO = 1.5  # of the busy time of a rank, relative to the median of the others
 SLOW_SHARE = 0.15  # of the step, by which it is slower
 SLOW_S = 2e-3  # less is noise of the scheduler of the operating system
@@ -40,7 +42,7 @@ def _read_rank_times(facts: RunFacts) -> list[RankTimes] | None:
     plan = facts.plan
     if plan is None or not facts.beats:
         return None
-    has_own_forward = plan.zero <= 1 and plan.tp == plan.pp == plan.cp == 1
+    has_own_forward = _has_own_forward(plan)
     beats = [beat for beat in facts.beats if beat is not None and beat.total_steps >= MIN_STEPS]
     if len(beats) < len(facts.beats):
         return None
@@ -83,11 +85,11 @@ def find_straggler(facts: RunFacts) -> Straggler | Missing | None:
         return found
     num_ranks = facts.start.ranks
     profiles = facts.profiled
-    if num_ranks < 2 or len(profiles) < MIN_PROFILES:
-        if times is None:
+    if num_ranks < 2 or not profiles:
+        if times is None or not _has_own_forward(facts.plan):
             return Missing(
-                f"it needs {MIN_STEPS} steps after the first with heartbeats of all ranks, or "
-                f"{MIN_PROFILES} profiles (--profile), got {len(profiles)}"
+                f"it needs {MIN_STEPS} steps after the first with heartbeats of all ranks, and profiles "
+                "(--profile) under plans whose forward pass waits for other ranks"
             )
         return None
     rank, count = _most_common([event.slowest for event in profiles])
@@ -99,7 +101,18 @@ def find_straggler(facts: RunFacts) -> Straggler | Missing | None:
         max(0.0, (event.busy_s * num_ranks - event.slowest_s) / (num_ranks - 1)) for event in own
     )
     straggler = Straggler(rank, busy_s, others_s, statistics.median(event.step_s for event in own), "")
-    return straggler if _is_slow(straggler) else None
+    if not _is_slow(straggler):
+        return None
+    if len(profiles) < MIN_PROFILES and (
+        busy_s < CLEAR_RATIO * others_s or facts.step_s is None or facts.step_s < busy_s
+    ):
+        return Missing(f"it needs {MIN_PROFILES} profiles (--profile), got {len(profiles)}")
+    return straggler
+
+
+def _has_own_forward(plan: ResolvedPlan | None) -> bool:
+    """Return whether the forward pass of a plan has no collectives, so that its time is a rank's own."""
+    return plan is not None and plan.zero <= 1 and plan.tp == plan.pp == plan.cp == 1
 
 
 def _find_by_heartbeat(times: list[RankTimes], step_s: float) -> Straggler | None:
@@ -274,6 +287,8 @@ def check_scaling(facts: RunFacts) -> Outcome:
     if not smaller:
         return Missing("it needs a run of the same task and batch beside it on half as many cores or devices")
     other = max(smaller, key=lambda run: (run.samples_per_s / _count_devices(run, facts), run.ranks))
+    if facts.is_cpu and (reason := find_contention(facts)) is not None:
+        return Missing(reason)
     factor = _count_devices(mine, facts) / _count_devices(other, facts)
     gain = mine.samples_per_s / other.samples_per_s
     if gain / factor >= MIN_GAIN:
@@ -292,4 +307,8 @@ def check_scaling(facts: RunFacts) -> Outcome:
 
 def _count_devices(run: Sibling, facts: RunFacts) -> float:
     """Return the devices, or the cores that the threads of the ranks can use."""
-    return float(run.ranks * run.threads) if facts.is_cpu else float(run.ranks)
+    if not facts.is_cpu:
+        return float(run.ranks)
+    cores, local_ranks = facts.facts.get("cores", math.inf), facts.facts.get("local_ranks", 1.0)
+    nodes = max(1.0, facts.start.ranks / max(1.0, local_ranks))
+    return float(min(run.ranks * run.threads, cores * nodes))

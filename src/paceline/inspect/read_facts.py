@@ -101,10 +101,12 @@ def read_facts(run: RunFolder) -> RunFacts:
     notes = [str(reader.skipped)] if reader.skipped else []
     notes += [f"skipped damaged {path}" for path in find_damaged_heartbeats(run)]
     spec, launch = _read_request(run, notes)
-    windows, why_no_samples = _read_windows(run, course, notes)
+    is_own_loop = not run.spec.exists() and course.started is None
+    windows, why_no_samples = _read_windows(run, course, is_own_loop, notes)
     started, summary, is_running = course.started, course.summary.build(), run.is_locked()
     return RunFacts(
         path=run.path,
+        is_own_loop=is_own_loop,
         spec=spec,
         launch=launch,
         started=started,
@@ -145,14 +147,16 @@ def read_recording(path: Path) -> RunFacts:
 UNUSED_COLUMNS = {"cpuN", "gpuN fan", "gpuN encoder", "gpuN decoder", "gpuN energy", "cpu energy"}
 
 
-def _read_windows(run: RunFolder, course: _Course, notes: list[str]) -> tuple[tuple[Window, ...], str]:
-    """Return the samples while the training stepped, and why there are none."""
+def _read_windows(
+    run: RunFolder, course: _Course, is_own_loop: bool, notes: list[str]
+) -> tuple[tuple[Window, ...], str]:
+    """Return the samples while the training stepped, and why there are none. An own loop records no steps."""
     folder = run.path / "monitor"
     paths = sorted(folder.glob("*.csv")) if folder.is_dir() else []
     if not paths:
         return (), ": the run was not sampled (--monitor)"
     warm = [point for point in course.steps if point.since_start > WARM_UP_STEPS]
-    if not warm:
+    if not warm and not is_own_loop:
         return (), ": none was taken while the training stepped"
     recordings: list[SampleTable] = []
     for path in paths:
@@ -164,7 +168,8 @@ def _read_windows(run: RunFolder, course: _Course, notes: list[str]) -> tuple[tu
         if samples.damaged:
             notes.append(f"skipped {several(samples.damaged, 'damaged line')} in {path}")
         recordings.append(samples)
-    windows = cut_windows(recordings, warm[0].time, max(warm[-1].time, course.last_time))
+    begin, end = (warm[0].time, max(warm[-1].time, course.last_time)) if warm else (None, None)
+    windows = cut_windows(recordings, begin, end)
     return windows, "" if windows else ": none was taken while the training stepped"
 
 

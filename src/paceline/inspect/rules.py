@@ -30,6 +30,7 @@ RULES = (
     Rule("scaling", "gain from more ranks", rank_rules.check_scaling, (needs_ranks,)),
     Rule("evaluation", "time of evaluations", time_rules.check_evaluations, (needs_step,)),
     Rule("checkpoint", "time of checkpoints", time_rules.check_checkpoints, (needs_step,)),
+    Rule("not-finite", "a loss that is not finite", learning_rules.check_finite, (needs_start,)),
     Rule("loss-spike", "spikes of the loss", learning_rules.check_spike, (needs_start,)),
     Rule("plateau", "a loss that does not improve", learning_rules.check_plateau, (needs_start,)),
     Rule(

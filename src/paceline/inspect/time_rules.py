@@ -18,6 +18,7 @@ SPARE = 1.1  # readers that are faster than the training by this factor keep it 
 MAX_WORKERS = 1024  # as in spec.Loading
 MIN_EVALUATIONS = 3
 EVALUATION_SHARE = 0.25  # an evaluation of as many samples as an epoch takes about a third of its time
+DEFAULT_EVALUATION_SHARE = 0.4  # if each epoch is evaluated by default: noise and workers add to a third
 MIN_EVALUATION_STEPS = 10  # that an evaluation takes as long as, if each epoch is evaluated by default
 GOOD_EVALUATION_SHARE = 0.05
 MIN_SAVES, MIN_SAVE_S = 3, 0.5
@@ -108,11 +109,12 @@ def check_evaluations(facts: RunFacts) -> Outcome:
     count = len(facts.evaluated) - 1  # the evaluation at the end is always wanted
     # Each better metric saves a checkpoint, whose time must not hide that of the evaluations.
     unsaved_s = facts.run_s - sum(event.blocked_s for event in facts.saved)
-    if unsaved_s <= 0 or count * each_s / unsaved_s < EVALUATION_SHARE:
+    is_default = facts.spec is not None and facts.spec.evaluate_every is None
+    limit = DEFAULT_EVALUATION_SHARE if is_default else EVALUATION_SHARE
+    if unsaved_s <= 0 or count * each_s / unsaved_s < limit:
         return []
     share = min(1.0, count * each_s / facts.run_s)
     step_s = statistics.median(point.step_s for point in facts.steps)
-    is_default = facts.spec is not None and facts.spec.evaluate_every is None
     if is_default and each_s < MIN_EVALUATION_STEPS * step_s:
         return []  # an epoch of a few steps
     steps = [event.step for event in facts.evaluated]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from paceline.monitor.columns import kind_of
 from paceline.monitor.table import SampleTable
 
 IDLE_PERCENT = 1.0  # utilization of a GPU before and after a job
@@ -49,19 +50,19 @@ class Window:
 
     def pairs(self, *names: str) -> list[tuple[float, ...]]:
         """Return the samples that have values of all these columns."""
-        columns = [self.samples.columns.get(name) for name in names]
-        if any(column is None for column in columns):
-            return []
-        rows = zip(*(column[self.begin : self.end] for column in columns if column is not None), strict=True)
-        return [row for row in rows if all(value == value for value in row)]
+        return [row[1:] for row in self.timed_rows(*names)]
 
     def timed(self, name: str) -> list[tuple[float, float]]:
         """Return the times and values of a column."""
-        column = self.samples.columns.get(name)
-        if column is None:
+        return [(time, value) for time, value in self.timed_rows(name)]
+
+    def timed_rows(self, *names: str) -> list[tuple[float, ...]]:
+        """Return the time and the values of the samples that have values of all these columns."""
+        if any(name not in self.samples.columns for name in names):
             return []
-        rows = zip(self.samples.time[self.begin : self.end], column[self.begin : self.end], strict=True)
-        return [(time, value) for time, value in rows if value == value]
+        columns = [self.samples.time, *(self.samples.columns[name] for name in names)]
+        rows = zip(*(column[self.begin : self.end] for column in columns), strict=True)
+        return [row for row in rows if all(value == value for value in row)]
 
 
 def cut_windows(
@@ -95,13 +96,25 @@ def _is_busy(samples: SampleTable) -> Callable[[int], bool]:
         return lambda at: True
     busy = [any(column[at] > IDLE_PERCENT for column in columns) for at in range(len(samples))]
     # A short use of the GPU in a long recording is no job that begins and ends.
-    inside = busy[busy.index(True) : len(busy) - busy[::-1].index(True)]
-    if len(inside) < MIN_BUSY_SHARE * len(busy):
+    first, last = busy.index(True), len(busy) - busy[::-1].index(True)
+    if last - first < MIN_BUSY_SHARE * len(busy) and not _is_unallocated_outside(samples, first, last):
         return lambda at: True
     return busy.__getitem__
 
 
 MIN_BUSY_SHARE = 0.5
+MAX_FREE_SHARE = 0.5  # of the memory that a job uses, which is in use before and after it
+
+
+def _is_unallocated_outside(samples: SampleTable, first: int, last: int) -> bool:
+    """Return whether the memory of the GPUs shows that the job began and ended at these samples."""
+    columns = [samples[name] for name in samples.columns if kind_of(name) == "gpuN memory used"]
+    for column in columns:
+        inside = [value for value in column[first:last] if value == value]
+        outside = [value for value in (*column[:first], *column[last:]) if value == value]
+        if inside and outside and statistics.median(outside) < MAX_FREE_SHARE * statistics.median(inside):
+            return True
+    return False
 
 
 def block_medians(values: Sequence[float], count: int) -> list[float]:

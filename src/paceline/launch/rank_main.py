@@ -23,13 +23,13 @@ from paceline.doctor.watchdog import HangWatchdog
 from paceline.errors import DataError, Error, RankError, RunError, TaskError
 from paceline.events import Ended, Event, Failed, Noted, Stalled, Started, Step
 from paceline.inspect.conclude import conclude
-from paceline.launch.node_sampler import NodeSampler
 from paceline.launch.signals import STOPPED, Interrupt
 from paceline.plan.plan import AUTO, Plan, parse
 from paceline.report.progress import watch
 from paceline.run import RunFolder, create, release, reserve
 from paceline.spec import Launch, Spec
 from paceline.training.loop import train
+from paceline.training.node_sampler import NodeSampler
 from paceline.user_code import LOST_PEER
 
 
@@ -227,7 +227,7 @@ def _train_recorded(
             start_s = _measure_start(interrupt.launcher, importer)
             elapsed_s = sum(start_s.values())  # since the command: max_time includes what a restart repeats
             start_s = _measure_start(None, None) if world.restart else start_s
-            sampler = NodeSampler(run, launch, world)
+            sampler = NodeSampler(run, launch.monitor, world)
             at_exit.callback(sampler.stop)
             for event in train(
                 spec,

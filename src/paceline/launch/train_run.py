@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 from pydantic import ValidationError
@@ -22,13 +22,14 @@ from paceline import task as tasks
 from paceline.distributed.world import World, read_world
 from paceline.doctor.rank_state import read_heartbeats
 from paceline.errors import Error, LaunchError, RankError, RunError, SpecError, TaskError
-from paceline.events import Event, Failed, Started, Step
+from paceline.events import Event, Failed, Noted, Started, Step
 from paceline.launch.sent_task import send_task
 from paceline.launch.spawn import Child
 from paceline.plan.plan import Plan
 from paceline.run import RunFolder, create, open_run
 from paceline.spec import KEYS, Launch, Spec, describe_error
 from paceline.task import Task
+from paceline.training.node_sampler import NodeSampler, check_monitor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,6 +51,7 @@ def train(
     restarts: int = 0,
     stop: Callable[[], bool] | None = None,
     observe: Callable[[nn.Module, str, int], None] | None = None,
+    monitor: float | Literal["off"] = 1.0,
 ) -> Generator[Event]:
     """Train as `spec` and `plan` say, and yield an event for each thing that happens.
 
@@ -76,6 +78,7 @@ def train(
     called in this process for each step that it receives, while the ranks continue.
     observe: called on every rank with the distributed model, and with ("gradients", step) before or
     ("weights", step) after each update; not with `ranks`.
+    monitor: with `run`: seconds between samples of processors, memory and GPUs of each node, or "off".
 
     Raises SpecError, PlanError, DataError, TaskError and CheckpointError before the first step, DivergedError
     if the loss is not finite, CheckpointError at the end if the last checkpoint could not be written,
@@ -84,6 +87,7 @@ def train(
     tasks.check_not_importing("paceline.train")
     if run is not None and not isinstance(run, (RunFolder, Path, str)):
         raise RunError(f"run must be a path or a RunFolder, got {type(run).__name__}")
+    monitor = check_monitor(monitor)
     world = world if world is not None else read_world()
     if ranks is not None and world.launcher is None and world.size == 1:
         if observe is not None:
@@ -91,7 +95,7 @@ def train(
                 f"observe is called on the ranks, which are other processes with ranks={ranks}; leave out "
                 "one of them, or start this script with torchrun"
             )
-        yield from _train_on_ranks(spec, plan, ranks, task, run, device, restarts, stop)
+        yield from _train_on_ranks(spec, plan, ranks, task, run, device, restarts, stop, monitor)
         return
     _check_own_world(world, ranks, restarts)
     from paceline.training import loop
@@ -99,7 +103,22 @@ def train(
     if task is not None:
         task = _build_task(spec, task)
     folder = RunFolder(Path(run)) if isinstance(run, (str, Path)) else run
-    yield from loop.train(spec, plan, world, task=task, run=folder, device=device, stop=stop, observe=observe)
+    training = loop.train(spec, plan, world, task=task, run=folder, device=device, stop=stop, observe=observe)
+    yield from training if folder is None else _sample_node(training, folder, monitor, world)
+
+
+def _sample_node(
+    training: Generator[Event], run: RunFolder, every_s: float | Literal["off"], world: World
+) -> Generator[Event]:
+    """Yield the events of a training while this node is sampled, and notes about the sampler."""
+    sampler, step = NodeSampler(run, every_s, world), 0
+    with contextlib.closing(training), contextlib.ExitStack() as at_end:
+        at_end.callback(sampler.stop)
+        for event in training:
+            if isinstance(event, (Started, Step)):
+                step = event.step
+            yield event
+            yield from (Noted(step=step, message=note) for note in sampler.check())
 
 
 def _check_own_world(world: World, ranks: int | None, restarts: int) -> None:
@@ -133,6 +152,7 @@ def _train_on_ranks(
     device: str | None,
     restarts: int,
     stop: Callable[[], bool] | None,
+    monitor: float | Literal["off"],
 ) -> Generator[Event]:
     """Start ranks on this machine, and yield their events. The parameters are those of `train`."""
     from paceline.launch.check_launch import check_launch
@@ -149,6 +169,7 @@ def _train_on_ranks(
                 "launcher": "local",
                 "device": device,
                 "restarts": restarts,
+                "monitor": monitor,
             }
         )
     except ValidationError as error:

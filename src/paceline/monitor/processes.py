@@ -18,6 +18,18 @@ MAX_HEARTBEAT_BYTES = 2**20
 SCAN_EVERY = 5  # samples between two searches for child processes
 MAX_PAUSE = 60  # samples between two searches for ranks that are expected
 MAX_RANKS = 2**20
+MAX_STATUS_BYTES = 2**14
+OF_RANK = (
+    "cpu",
+    "memory",
+    "file memory",
+    "read",
+    "write",
+    "workers",
+    "workers cpu",
+    "workers memory",
+    "workers file memory",
+)
 
 
 def process_birth(pid: int) -> float | None:
@@ -140,11 +152,7 @@ class RankSensor(Sensor):
         if is_new:
             self._samples_until_scan = 0
             self._ranks = dict(sorted(self._ranks.items()))
-            self.columns = [
-                f"rank{rank} {name}"
-                for rank in self._ranks
-                for name in ("cpu", "memory", "read", "write", "workers", "workers cpu", "workers memory")
-            ]
+            self.columns = [f"rank{rank} {name}" for rank in self._ranks for name in OF_RANK]
         return is_new
 
     def read(self, now: float) -> Sequence[float | None]:
@@ -153,12 +161,14 @@ class RankSensor(Sensor):
             self._scan()
         counts: dict[str, float] = {}
         memory: dict[int, float] = {}
+        of_files: dict[int, float | None] = {}
         for rank, (process, birth) in self._ranks.items():
             for worker in [process, *self._workers.get(rank, ())]:
                 used = _read_process(worker)
                 if used is None or (worker is process and process_birth(process.pid) != birth):
                     continue
                 cpu_s, memory[worker.pid], io = used
+                of_files[worker.pid] = _read_file_memory(worker.pid)
                 counts[f"cpu {worker.pid}"] = cpu_s
                 if io is not None:
                     counts[f"read {worker.pid}"], counts[f"write {worker.pid}"] = io
@@ -170,11 +180,13 @@ class RankSensor(Sensor):
             row += [
                 _sum(rates, "cpu", [process.pid], 100),
                 memory[process.pid] if is_alive else None,
+                of_files.get(process.pid),
                 _sum(rates, "read", [process.pid, *workers], 1 / MB),
                 _sum(rates, "write", [process.pid, *workers], 1 / MB),
                 float(len(workers)) if is_alive else None,
                 (_sum(rates, "cpu", workers, 100) if workers else 0.0) if is_alive else None,
                 sum(memory[pid] for pid in workers) if is_alive else None,
+                _add(of_files, workers) if is_alive else None,
             ]
         return row
 
@@ -207,6 +219,20 @@ def _read_process(process: psutil.Process) -> tuple[float, float, tuple[float, f
     except (psutil.Error, OSError):
         return times.user + times.system, memory, None
     return times.user + times.system, memory, (float(io.read_bytes), float(io.write_bytes))
+
+
+def _read_file_memory(pid: int) -> float | None:
+    """Return the resident MiB of files that a process has mapped; None if unknown."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open(f"/proc/{pid}/status", "rb") as file:
+            text = file.read(MAX_STATUS_BYTES)
+        return int(text.partition(b"\nRssFile:")[2].split(maxsplit=1)[0]) / 1024
+    return None
+
+
+def _add(values: Mapping[int, float | None], pids: Sequence[int]) -> float | None:
+    known = [value for pid in pids if (value := values.get(pid)) is not None]
+    return sum(known) if len(known) == len(pids) else None
 
 
 def _sum(rates: Mapping[str, float | None], what: str, pids: Sequence[int], factor: float) -> float | None:

@@ -8,6 +8,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from paceline.run import RunFolder
 from paceline.spec import suggest
 from paceline.task import Layout
 from paceline.training.init.named_tensors import named_tensors
+from paceline.training.node_sampler import check_monitor
 from paceline.training.optimizer import check_elementwise, shard_state
 from paceline.training.own_loop.heartbeat import TIMEOUT_S, start_heartbeat
 from paceline.training.own_loop.trainer import Trainer, release_models
@@ -43,6 +45,7 @@ def setup(
     whole: Sequence[str] = (),
     unused_parameters: bool = False,
     run: Path | str | None = None,
+    monitor: float | Literal["off"] = 1.0,
 ) -> Trainer:
     """Distribute a model and its optimizer over the ranks, for a training loop of one's own. A collective.
 
@@ -60,11 +63,13 @@ def setup(
     whole: names of parameters that zero2, zero3 and hsdp do not shard, where * matches any part.
     unused_parameters: whether a step may leave out parameters; only ddp and zero1 need to know.
     run: a folder in which each rank reports its state, for `paceline doctor RUN` [default: none].
+    monitor: with `run`: seconds between samples of processors, memory and GPUs of each node, or "off".
 
     Returns a `Trainer`. Raises PlanError for other plans, which need a task (`paceline.train`), and for
-    optimizers that a plan cannot shard, TaskError for a model or optimizer that cannot be distributed, and
-    RunError if another process uses `run`.
+    optimizers that a plan cannot shard, TaskError for a model or optimizer that cannot be distributed,
+    SpecError for another value of `monitor`, and RunError if another process uses `run`.
     """
+    monitor = check_monitor(monitor)
     world = _join()
     resolved = _resolve(plan, world.size)
     _check_model(model, optimizer)
@@ -98,7 +103,7 @@ def setup(
         _replace_parameters_(optimizer, names, dict(model.named_parameters()))
         check_elementwise(resolved, optimizer)
         optimizer = shard_state(optimizer, resolved)
-    heartbeat = start_heartbeat(RunFolder(Path(run)), world) if run is not None else None
+    heartbeat = start_heartbeat(RunFolder(Path(run)), world, monitor) if run is not None else None
     return Trainer(optimizer, resolved, world.rank, model, unused_parameters, after_backward, heartbeat)
 
 

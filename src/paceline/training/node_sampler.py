@@ -1,21 +1,31 @@
 """The sampler of a node: local rank 0 starts it, whatever program starts the ranks."""
 
 import time
+from typing import Literal
 
 from paceline.distributed.world import World
+from paceline.errors import SpecError
 from paceline.monitor.sampler_process import SamplerProcess
 from paceline.run import RunFolder
-from paceline.spec import Launch
+from paceline.spec import parse_monitor
 
 CHECK_S = 1.0  # how often to look whether the sampler runs
+
+
+def check_monitor(value: object) -> float | Literal["off"]:
+    """Return the argument `monitor` of a function of Python. Raises SpecError."""
+    try:
+        return parse_monitor(value, 'write monitor=1.0 or monitor="off"')
+    except ValueError as error:
+        raise SpecError(str(error)) from None
 
 
 class NodeSampler:
     """The sampler of this node, if this rank is the one that starts it."""
 
-    def __init__(self, run: RunFolder, launch: Launch, world: World):
+    def __init__(self, run: RunFolder, every_s: float | Literal["off"], world: World):
         self._run, self._world = run, world
-        self._every_s = launch.monitor if world.local_rank == 0 else "off"
+        self._every_s = every_s if world.local_rank == 0 else "off"
         self._process: SamplerProcess | None = None
         self._checked = 0.0
 
