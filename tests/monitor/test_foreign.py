@@ -1,5 +1,6 @@
 """paceline monitor: samples of a node, alone and while a command of another program runs."""
 
+import functools
 import os
 import platform
 import re
@@ -195,6 +196,50 @@ def test_stacks_of_a_hang(tmp_path):
     program.write_text("#!/bin/sh\necho 'Permission Denied: try sudo' >&2\nexit 1\n")
     result = succeed("monitor", *options, "--", "sleep", "3", at=tmp_path, PATH=path)
     assert "stack is missing: Permission Denied: try sudo" in result.err
+
+
+HUNG = """
+import os, sys, time
+
+def wait_for_the_others(seconds):
+    time.sleep(seconds)
+
+def main():
+    wait_for_the_others(float(sys.argv[1]))
+
+main()
+"""
+
+
+@functools.cache
+def why_no_py_spy() -> str | None:
+    """Return why py-spy cannot read another process of this machine, or None."""
+    if shutil.which("py-spy") is None:
+        return "py-spy is not installed"
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        time.sleep(0.5)
+        words = ["py-spy", "dump", "--nonblocking", "--pid", str(process.pid)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        process.kill()
+    return f"py-spy is not permitted here: {done.stderr.strip()[:200]}" if done.returncode else None
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.processes)])
+def test_stacks_by_py_spy(tmp_path, ranks):
+    """The real program names the functions in which each rank of a foreign command waits."""
+    if (reason := why_no_py_spy()) is not None:
+        pytest.skip(reason)
+    (tmp_path / "theirs.py").write_text(HUNG)
+    program = [sys.executable] if ranks == 1 else TORCHRUN[:6]
+    words = [*PACELINE, "monitor", *EVERY, "--hang-after", "1.5", "--", *program, "theirs.py", "6"]
+    result = succeed(at=tmp_path, program=words, PATH=os.environ["PATH"])
+    assert result.err.count("all ranks and GPUs were idle for ") == 1, result.err
+    blocks = re.split(r"(?m)^rank (\d) \(process \d+\):\n", result.err)[1:]
+    assert blocks[::2] == [str(rank) for rank in range(ranks)]
+    for block in blocks[1::2]:
+        names = [line.split()[0] for line in block.splitlines() if "theirs.py:" in line]
+        assert names == ["wait_for_the_others", "main", "<module>"], block
+        assert "stack is missing" not in block
 
 
 def test_idle_ranks_and_busy_gpus():
