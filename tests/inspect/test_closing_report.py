@@ -1,12 +1,14 @@
 """The report that a training writes at its end, which must never make the training fail."""
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
-from command import succeed
+from command import PACELINE, TORCHRUN, paceline, set_sample_delay, start, succeed, write_task
 from paceline import Spec, train
 from paceline.inspect.conclude import conclude
 from paceline.inspect.report import write
@@ -31,6 +33,42 @@ def test_a_training_writes_its_report(ranks, tmp_path):
     ]
     assert data["axes"]["curves0"]["step"] == list(range(1, 13))
     assert data["figures"][0]["lines"][0]["mean"] == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(PACELINE, id="local"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow)],
+)
+def test_a_training_that_fails_writes_its_report(program, tmp_path):
+    """The first update makes the loss infinite, on both ranks; the report has the steps before."""
+    ranks = ("--ranks", "2") if program == PACELINE else ()
+    words = (*TRAIN, "--lr", "1e30", *ranks)
+    result = paceline(*words, at=tmp_path, program=program, OMP_NUM_THREADS="1")
+    assert result.status != 0
+    assert "the loss is " in result.err, result.all
+    assert "finding: the loss was not finite after step " in result.all
+    data = read_data(tmp_path / "run/report.html")
+    steps = sum('"step_s"' in line for line in (tmp_path / "run/events.jsonl").read_text().splitlines())
+    assert data["axes"]["curves0"]["step"] == list(range(1, steps + 1))
+    assert "not finite" in (tmp_path / "run/report.html").read_text()
+
+
+def test_a_training_that_is_killed_writes_its_report(tmp_path):
+    """The launcher writes it; the ranks are gone. A training that never started has none."""
+    write_task(tmp_path)
+    slow = str(set_sample_delay(tmp_path / "slow", 0.01))
+    words = ("train", "my.py:Regression", "--batch", "16", "--steps", "500", "--ranks", "2")
+    with start(*words, "--run-dir", "run", at=tmp_path, SLOW=slow) as running:
+        running.wait_for_step(tmp_path / "run", 5)
+        beats = [json.loads(path.read_text()) for path in (tmp_path / "run/ranks").glob("*.alive")]
+        os.kill(beats[0]["pid"], signal.SIGKILL)
+        result = running.wait()
+    assert result.status == 2, result.all
+    assert read_data(tmp_path / "run/report.html")["axes"]["curves0"]["step"][:5] == [1, 2, 3, 4, 5]
+    result = paceline(*words, "--run-dir", "never", "--set", "schedule.warmup=100000 steps", at=tmp_path)
+    assert result.status == 2
+    assert "finding" not in result.all
+    assert not (tmp_path / "never/report.html").exists()
 
 
 def test_no_report_on_request_until_resume(tmp_path):

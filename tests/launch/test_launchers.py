@@ -52,6 +52,7 @@ def test_two_ranks_share_one_run(
     assert isinstance(read_events(run)[-1], Ended)
     assert result.all.count("463 parameters") == 1, result.all
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [run.name]
+    assert (run / "report.html").exists()
 
 
 @pytest.mark.parametrize("program", FAILING)

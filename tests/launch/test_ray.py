@@ -150,6 +150,7 @@ def test_stop_signal_saves_a_checkpoint(
         assert result.status == 75, result.all
         running.wait_until_all_ended()
     assert (result.err, events_of_kind(run, Ended)[-1].reason) == ("", "stopped")
+    assert (run / "report.html").exists()
     succeed("resume", "r", "--launcher", "local", at=tmp_path)
     assert not unequal_tensors(checkpoint_weights(run), undisturbed)
 
@@ -168,6 +169,7 @@ def test_killed_rank_is_reported(tmp_path: Path) -> None:
         f"paceline: rank 0 was killed by SIGKILL, after step {last_step(run)}; continue from step"
     ), result.all
     assert [event.rank for event in events_of_kind(run, Failed) if not event.lost_peer] == [0]
+    assert (run / "report.html").exists()
 
 
 @pytest.mark.ray

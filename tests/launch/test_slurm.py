@@ -215,6 +215,7 @@ def test_train_uses_all_nodes_of_an_allocation(slurm, tmp_path):
         process.terminate()
         result = running.wait()
     assert result.status == 75, result.all
+    assert (tmp_path / "r/report.html").exists()
     assert events_of_kind(tmp_path / "r", Started)[0].ranks == 2
     assert events_of_kind(tmp_path / "r", Ended)[-1].reason == "stopped"
 

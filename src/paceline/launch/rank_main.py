@@ -130,6 +130,8 @@ def _exit_on_hang(run: RunFolder, diagnosis: Diagnosis | None) -> None:
 
     if diagnosis is not None:
         print(f"paceline: {record_hang(run, diagnosis, diagnosis.step)}", file=sys.stderr, flush=True)
+        for line in conclude(run):
+            print(line, file=sys.stderr, flush=True)
         os._exit(2)
 
 

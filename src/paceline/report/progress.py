@@ -39,10 +39,19 @@ def watch(
     console: Console | None = None,
     conclude: Callable[[RunFolder], Sequence[str]] = lambda run: (),
 ) -> Event | None:
-    """Show events as they arrive; at the end a table and the lines of `conclude`. Return the last event."""
+    """Show events as they arrive; at the end a table and the lines of `conclude`. Return the last event.
+
+    A training that fails or is killed has no table, but the lines of `conclude`, which writes its report."""
     console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    summary, last, is_resumed = SummaryBuilder(), None, False
+    summary, last, is_resumed, has_started = SummaryBuilder(), None, False, False
+
+    def show_conclusion() -> None:
+        for line in conclude(run):
+            console.print(line, style="yellow", markup=False)
+
     with contextlib.ExitStack() as stack:
+        # After the bar has ended, also if a rank that shows its own progress raises an error.
+        stack.callback(lambda: None if isinstance(last, Ended) or not has_started else show_conclusion())
         shows: list[Show] = []
         for event in events:
             if not shows:
@@ -57,6 +66,7 @@ def watch(
                     shows.append(stack.enter_context(_write_scalars(run)))
             summary.add(event)
             is_resumed |= last is None and isinstance(event, Started) and event.step > 0
+            has_started |= isinstance(event, Started)
             last = event
             for show in shows:
                 show(event)
@@ -66,8 +76,7 @@ def watch(
         if is_resumed and (whole := view(run).summary).ended is not None:
             result = whole
         console.print(build_closing_table(result))
-        for line in conclude(run):
-            console.print(line, style="yellow", markup=False)
+        show_conclusion()
         stopped = last.reason == "stopped"
         console.print(
             f"[bold]run[/]  {run.path}"
