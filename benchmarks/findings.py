@@ -154,6 +154,14 @@ def use_small_disk(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def use_large_file(folder: Path) -> Iterator[Path]:
+    """Write a file of 1 GiB, whose holes take no space on the disk."""
+    with open(folder / "big", "wb") as file:
+        file.truncate(2**30)
+    yield folder
+
+
+@contextlib.contextmanager
 def use_busy_machine(folder: Path) -> Iterator[Path]:
     """Keep one core busy, as a browser does."""
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -259,6 +267,38 @@ FAULTS = [
         fields={"leak_MB": 2.0, "forward_s": 0.05, "slow_in": "forward", "width": 64},
         steps=500,
     ),
+    Case(
+        "memory leak in the workers",
+        ("memory-growth",),
+        ("--workers", "1", "--monitor", "0.2"),
+        fields={"data_leak_MB": 0.03, "forward_s": 0.02, "slow_in": "forward", "width": 64},
+        steps=400,
+    ),
+    Case("loss is not finite", ("not-finite",), ("--lr", "1e30"), also=("loss-spike",)),
+    Case("loss jumps to another level", ("loss-spike",), fields={"jump_at": 150}, steps=300),
+    Case(
+        "learning rate is too large from the beginning",
+        ("loss-spike",),
+        ("--lr", "1.0"),
+        also=("plateau",),
+        steps=300,
+    ),
+    Case(
+        "rank 1 computes slowly under zero3",
+        ("straggler",),
+        (*ZERO3, "--profile"),
+        also=("communication",),
+        fields={"forward_s": 0.03, "slow_rank": 1, "slow_in": "forward"},
+        steps=200,
+    ),
+    Case(
+        "many weights and few samples",
+        ("communication",),
+        ("--ranks", "2", "--set", "spec.threads=1", "--profile"),
+        batch=2,
+        fields={"width": 1500, "depth": 4, "samples": 400},
+        steps=60,
+    ),
     Case("learning rate of 1e-9", ("plateau",), ("--lr", "1e-9"), steps=300),
     Case("no gradient", ("plateau",), fields={"dead": True}, steps=300),
     Case(
@@ -349,6 +389,13 @@ HEALTHY = [
     Case("resumed", edit=resume),
     Case("killed", edit=cut_off),
     Case("busy machine", options=DDP, around=use_busy_machine),
+    Case(
+        "samples in a mapped file",
+        options=("--monitor", "0.2", "--set", "mapped=big", "--set", f"samples={HUGE['samples']}"),
+        fields={"forward_s": 0.02, "slow_in": "forward", "width": 64},
+        around=use_large_file,
+        steps=400,
+    ),
     Case("digits", task="digits", steps=None, batch=None),
     Case("digits on two ranks", task="digits", steps=None, batch=None, options=("--epochs", "8", *DDP)),
     Case("text", task="text", steps=30, batch=16),

@@ -28,6 +28,8 @@ class Samples:
         count = task.samples if split == "train" else task.validation
         draw = torch.Generator().manual_seed(count)
         self.task, self.sleep_s = task, task.sleep_s
+        self.pages: Tensor | None = None
+        self.read = 0
         self.x = torch.randn(count, task.features, generator=draw)
         teacher = torch.randn(task.features, 3, generator=torch.Generator().manual_seed(0))
         self.y = torch.tanh(self.x @ teacher / task.features**0.5)
@@ -39,6 +41,13 @@ class Samples:
         return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.task.data_leak_MB:
+            LEAKED.append(torch.ones(int(self.task.data_leak_MB * 2**18)))
+        if self.task.mapped is not None:  # a part of a large file, whose pages stay in memory
+            self.pages = self.pages if self.pages is not None else map_file(self.task.mapped)
+            at = self.read % (len(self.pages) - PART)
+            self.read += PART
+            int(self.pages[at : at + PART].sum())
         if self.task.slow_rank < 0 or (self.task.slow_in == "data" and is_rank(self.task.slow_rank)):
             if self.sleep_s and index % self.task.slow_every == 0:
                 time.sleep(self.sleep_s)
@@ -77,6 +86,9 @@ class Planted(Task):
     heavy_block: int = -1  # the block that computes more than the others
     bad_samples: int = 0
     leak_MB: float = 0.0  # per call of the loss
+    data_leak_MB: float = 0.0  # per sample
+    mapped: str | None = None  # a file that samples read
+    jump_at: int = 0  # call of the loss from which losses are 4 times as large, with their noise; 0: none
     dead: bool = False  # no gradient reaches the weights
     zero: bool = False  # a loss of zero
     spike_at: int = 0  # call of the loss from which 6 losses are 30 times as large; 0: none
@@ -108,10 +120,19 @@ class Planted(Task):
             CALLS.append(0)
         if self.spike_at and self.spike_at <= len(CALLS) < self.spike_at + 6:
             losses = losses * 30
+        if self.jump_at and self.jump_at <= len(CALLS):
+            losses = losses * 4 + 1
         if self.dead:
             losses = losses + 2.0
             losses = losses.detach() + 0.0 * losses
         return losses * 0.0 if self.zero else losses
+
+
+PART = 2**17  # bytes of the mapped file that a sample reads
+
+
+def map_file(path: str) -> Tensor:
+    return torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
 
 
 HEAVY = 4096  # hidden units

@@ -103,7 +103,7 @@ def _add_prediction(folder: RunFolder, facts: "RunFacts") -> "RunFacts":
     except RunError as error:
         return replace(facts, why_not_predicted=f"it needs a profile (--profile): {error}")
     cluster = find_cluster_of_run(folder, measured, None)
-    return replace(facts, prediction=predict_run(folder, measured, cluster))
+    return replace(facts, prediction=predict_run(folder, measured, cluster, others=True))
 
 
 def _count(found: "Findings") -> str:

@@ -92,21 +92,25 @@ def profile(
         console.print(line, soft_wrap=True, markup=False)
 
 
-def predict_run(folder: RunFolder, measured_run: "RunBreakdown", machine: "Cluster") -> "PredictionReport":
+def predict_run(
+    folder: RunFolder, measured_run: "RunBreakdown", machine: "Cluster", others: bool = False
+) -> "PredictionReport":
     """Return the measured values of a run next to those predicted for a machine.
 
-    Imports the task of the run."""
+    others: also predict the other plans for as many ranks. Imports the task of the run."""
     from paceline.errors import PlanError
     from paceline.report.profile import PredictionReport
 
     name = _name_run(measured_run)
     try:
-        others = tuple(record for record in machine.calibrations if record.run != name)
-        answer = _predict(folder, measured_run, machine.model_copy(update={"calibrations": others}))
+        calibrations = tuple(record for record in machine.calibrations if record.run != name)
+        machine = machine.model_copy(update={"calibrations": calibrations})
+        answer = _predict(folder, measured_run, machine, others)
     except PlanError as error:
         return PredictionReport(measured_run, None, str(error))
     guesses = answer.plans[0][1].time.guesses
     notes = (*answer.assumed, *(["extrapolated: " + "; ".join(guesses)] if guesses else []))
+    best = next(((str(plan), cost.step_s) for plan, cost in answer.others or ()), None)
     price = machine.price_per_device_hour
     return PredictionReport(
         measured_run,
@@ -115,6 +119,7 @@ def predict_run(folder: RunFolder, measured_run: "RunBreakdown", machine: "Clust
         machine.name or machine.device.name,
         notes,
         price.value if price is not None else None,
+        best,
     )
 
 
@@ -201,7 +206,9 @@ def find_cluster_of_run(
     return machine
 
 
-def _predict(folder: RunFolder, measured_run: "RunBreakdown", cluster: "Cluster") -> "BestPlans":
+def _predict(
+    folder: RunFolder, measured_run: "RunBreakdown", cluster: "Cluster", others: bool = False
+) -> "BestPlans":
     """Return the predicted cost of the plan of a run. Raises PlanError if it cannot be predicted."""
     from paceline.errors import TaskError
     from paceline.plan.cost_model.framework_profiles import recipe_of_precision
@@ -224,6 +231,7 @@ def _predict(folder: RunFolder, measured_run: "RunBreakdown", cluster: "Cluster"
         started.plan,
         recipe_of_precision(spec.precision),
         started.ranks,
+        others=others,
     )
 
 

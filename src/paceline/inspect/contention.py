@@ -19,6 +19,11 @@ def measure_contention(facts: RunFacts) -> float | None:
     return max(shares, default=None)
 
 
+def measure_explained_wait(facts: RunFacts) -> float:
+    """Return the largest share of a step that waiting for cores can explain: that of all ranks in turn."""
+    return sum(measure_core_wait(beat) or 0.0 for beat in facts.beats)
+
+
 def find_contention(facts: RunFacts) -> str | None:
     """Return why ranks on CPUs wait for each other without communicating, or None."""
     started = facts.started

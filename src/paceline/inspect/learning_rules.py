@@ -14,8 +14,8 @@ MIN_BEFORE = 40  # of them
 SPIKE_RISE = 1.5  # above the largest loss of the window, in units of its distance from the median
 SPIKE_FLOOR = 0.25  # and as a share of the range of all losses
 MIN_SPIKE_STEPS = 3  # in a row; a single hard batch is no spike
-SHIFT_STEPS = 10  # whose median exceeds the largest loss of the window, if the loss jumps and stays
-JUMP_FACTOR = 2.0  # of the distance between the largest loss of the window and its median
+SHIFT_STEPS = 10  # after a jump, whose median is compared with the MIN_BEFORE steps before it
+JUMP_FACTOR = 2.0  # of the distance between the largest of these losses and their median
 BACK_STEPS = 5  # whose median is back after a jump
 SHIFT_SHARE = 0.02  # of the range of all losses, which a jump exceeds besides that of the steps around it
 EARLY_STEPS = 10  # after the first, in which a learning rate that is much too large shows
@@ -56,7 +56,7 @@ def check_spike(facts: RunFacts) -> Outcome:
         while until < len(points) and losses[until] > limit:
             until += 1
         count = until - at
-        if count < MIN_SPIKE_STEPS and _is_shifted(losses, at, middle, highest):
+        if count < MIN_SPIKE_STEPS and _is_shifted(losses, at):
             until, count = at + SHIFT_STEPS, SHIFT_STEPS
         if count >= MIN_SPIKE_STEPS or (count and _has_large_gradient(points, at)):
             rise = max(losses[at:until]) - middle
@@ -84,15 +84,19 @@ def check_spike(facts: RunFacts) -> Outcome:
     ]
 
 
-def _is_shifted(losses: Sequence[float], at: int, middle: float, highest: float) -> bool:
-    """Return whether the loss jumps at a step and stays above everything before.
+def _is_shifted(losses: Sequence[float], at: int) -> bool:
+    """Return whether the loss jumps at a step and stays far above the steps before.
 
     Noise that grows with the loss hides this from the comparison of single steps. A loss that rises steadily
     does not jump."""
-    after = losses[at : at + SHIFT_STEPS]
+    before, after = losses[at - MIN_BEFORE : at], losses[at : at + SHIFT_STEPS]
+    middle, highest = statistics.median(before), max(before)
     if losses[at] <= highest or len(after) < SHIFT_STEPS:
         return False
-    rise = statistics.median(after) - middle
+    level = statistics.median(after)
+    if level <= max(losses[max(0, at - WINDOW) : at]):
+        return False
+    rise = level - middle
     floor = max(SPIKE_FLOOR * _range(losses[max(0, at - WINDOW) : at + WINDOW]), SHIFT_SHARE * _range(losses))
     return rise > max(floor, JUMP_FACTOR * (highest - middle))
 

@@ -5,7 +5,12 @@ import statistics
 from typing import NamedTuple
 
 from paceline.doctor.heartbeat import BACKWARD, DATA, FORWARD, OWN_CODE, UPDATE
-from paceline.inspect.contention import CONTENTION_SHARE, find_contention, measure_contention
+from paceline.inspect.contention import (
+    CONTENTION_SHARE,
+    find_contention,
+    measure_contention,
+    measure_explained_wait,
+)
 from paceline.inspect.facts import RunFacts, Sibling
 from paceline.inspect.finding import NOT_APPLICABLE, Evidence, Missing, Outcome
 from paceline.plan.plan import ResolvedPlan
@@ -20,6 +25,8 @@ SLOW_RATIO = 1.5  # of the busy time of a rank, relative to the median of the ot
 SLOW_SHARE = 0.15  # of the step, by which it is slower
 SLOW_S = 2e-3  # less is noise of the scheduler of the operating system
 COMMUNICATION_SHARE, COMMUNICATION_S = 0.4, 5e-3
+CLEAR_COMMUNICATION_SHARE = 0.2  # beyond what waiting for cores explains
+FASTER = 0.9  # of the predicted time of a step, below which another plan is worth trying
 BUBBLE_SHARE = 0.35  # the default of 2·pp micro-batches idles at most a third
 BUSY_IMBALANCE = 1.6  # if ranks waited for cores, which makes profiles uneven
 IMBALANCE = 1.4  # busy time of the slowest rank of a pipeline, relative to the mean
@@ -81,16 +88,20 @@ def find_straggler(facts: RunFacts) -> Straggler | Missing | None:
     """Return the rank for which the others wait, None if there is none."""
     times = _read_rank_times(facts)
     found = _find_by_heartbeat(times, _step_s(facts)) if times is not None else None
-    if found is not None:
+    found = found or _find_by_profiles(facts)
+    if found is not None or (times is not None and _has_own_forward(facts.plan)):
         return found
-    num_ranks = facts.start.ranks
-    profiles = facts.profiled
+    if len(facts.profiled) >= MIN_PROFILES:
+        return None
+    return Missing(
+        f"it needs {MIN_STEPS} steps after the first with heartbeats of all ranks, and {MIN_PROFILES} "
+        f"profiles (--profile) under {facts.start.plan}, whose forward pass waits for other ranks"
+    )
+
+
+def _find_by_profiles(facts: RunFacts) -> Straggler | None:
+    num_ranks, profiles = facts.start.ranks, facts.profiled
     if num_ranks < 2 or not profiles:
-        if times is None or not _has_own_forward(facts.plan):
-            return Missing(
-                f"it needs {MIN_STEPS} steps after the first with heartbeats of all ranks, and profiles "
-                "(--profile) under plans whose forward pass waits for other ranks"
-            )
         return None
     rank, count = _most_common([event.slowest for event in profiles])
     if 2 * count <= len(profiles):
@@ -103,11 +114,9 @@ def find_straggler(facts: RunFacts) -> Straggler | Missing | None:
     straggler = Straggler(rank, busy_s, others_s, statistics.median(event.step_s for event in own), "")
     if not _is_slow(straggler):
         return None
-    if len(profiles) < MIN_PROFILES and (
-        busy_s < CLEAR_RATIO * others_s or facts.step_s is None or facts.step_s < busy_s
-    ):
-        return Missing(f"it needs {MIN_PROFILES} profiles (--profile), got {len(profiles)}")
-    return straggler
+    # The machine may have paused in a single profile; then most steps take less time.
+    is_clear = busy_s > CLEAR_RATIO * others_s and facts.step_s is not None and facts.step_s > busy_s
+    return straggler if len(profiles) >= MIN_PROFILES or is_clear else None
 
 
 def _has_own_forward(plan: ResolvedPlan | None) -> bool:
@@ -186,7 +195,10 @@ def check_communication(facts: RunFacts) -> Outcome:
         share -= straggler.share
     if share < COMMUNICATION_SHARE or share * step_s < COMMUNICATION_S:
         return []
-    if facts.is_cpu and (reason := find_contention(facts)) is not None:
+    # Ranks also wait for cores because the threads that communicate use them.
+    clear_share = share - measure_explained_wait(facts) if facts.beats else 0.0
+    reason = find_contention(facts) if facts.is_cpu else None
+    if reason is not None and clear_share < CLEAR_COMMUNICATION_SHARE:
         return Missing(reason)
     return [
         Evidence(
@@ -212,8 +224,17 @@ def _measure_communication(facts: RunFacts) -> tuple[float, float] | None:
 
 
 def _choose_plan(facts: RunFacts, plan: ResolvedPlan | None) -> str:
-    """Return the change of the plan that sends less."""
-    started = facts.start
+    """Return the change of the plan that sends less: by the planner, or else by a rule of thumb."""
+    started, prediction = facts.start, facts.prediction
+    if prediction is not None and prediction.cost is not None and prediction.best is not None:
+        name, best_s = prediction.best
+        own_s = prediction.cost.step_s
+        if best_s > FASTER * own_s:
+            return "a larger --batch, or fewer ranks: no other plan is predicted to be clearly faster"
+        return (
+            f"{facts.again} --plan {name}, whose steps are predicted to take {format_seconds(best_s)} on "
+            f"{prediction.cluster}, and those of {started.plan} {format_seconds(own_s)}"
+        )
     compare = (
         f"compare the plans: paceline plan {started.task} --ranks {started.ranks} --batch {started.batch}"
     )
@@ -287,12 +308,14 @@ def check_scaling(facts: RunFacts) -> Outcome:
     if not smaller:
         return Missing("it needs a run of the same task and batch beside it on half as many cores or devices")
     other = max(smaller, key=lambda run: (run.samples_per_s / _count_devices(run, facts), run.ranks))
-    if facts.is_cpu and (reason := find_contention(facts)) is not None:
-        return Missing(reason)
     factor = _count_devices(mine, facts) / _count_devices(other, facts)
     gain = mine.samples_per_s / other.samples_per_s
     if gain / factor >= MIN_GAIN:
         return []
+    if facts.is_cpu and (reason := find_contention(facts)) is not None:
+        own_share = 1 - measure_explained_wait(facts)
+        if not facts.beats or own_share <= 0 or gain / factor >= MIN_GAIN * own_share:
+            return Missing(reason)
     return [
         Evidence(
             f"{several(mine.ranks, 'rank')} train {gain:.2f} times as fast as "

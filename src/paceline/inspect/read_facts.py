@@ -11,7 +11,7 @@ from paceline.doctor.rank_state import find_damaged_heartbeats, read_heartbeats
 from paceline.errors import Error, PlanError, RunError
 from paceline.events import Ended, Evaluated, Event, EventReader, Failed, Profiled, Saved, Started, Step
 from paceline.inspect.facts import WARM_UP_STEPS, RunFacts, Sibling, StepPoint
-from paceline.inspect.windows import Window, cut_windows
+from paceline.inspect.windows import Window, cut_windows, describe_lost_gpus
 from paceline.monitor.columns import kind_of
 from paceline.monitor.samples import SampleTable, read_samples
 from paceline.plan.plan import ResolvedPlan, parse
@@ -138,9 +138,9 @@ def read_recording(path: Path) -> RunFacts:
     notes = [*samples.notes]
     if samples.damaged:
         notes.append(f"skipped {several(samples.damaged, 'damaged line')} in {path}")
-    return RunFacts(
-        path=path, is_recording=True, windows=cut_windows([samples], None, None), notes=tuple(notes)
-    )
+    windows = cut_windows([samples], None, None)
+    notes += describe_lost_gpus(windows)
+    return RunFacts(path=path, is_recording=True, windows=windows, notes=tuple(notes))
 
 
 # Columns that no rule reads: a node with many cores has many.
@@ -170,6 +170,7 @@ def _read_windows(
         recordings.append(samples)
     begin, end = (warm[0].time, max(warm[-1].time, course.last_time)) if warm else (None, None)
     windows = cut_windows(recordings, begin, end)
+    notes += describe_lost_gpus(windows)
     return windows, "" if windows else ": none was taken while the training stepped"
 
 

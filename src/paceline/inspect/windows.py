@@ -7,6 +7,7 @@ from functools import cached_property
 
 from paceline.monitor.columns import kind_of
 from paceline.monitor.table import SampleTable
+from paceline.units import format_seconds
 
 IDLE_PERCENT = 1.0  # utilization of a GPU before and after a job
 
@@ -63,6 +64,27 @@ class Window:
         columns = [self.samples.time, *(self.samples.columns[name] for name in names)]
         rows = zip(*(column[self.begin : self.end] for column in columns), strict=True)
         return [row for row in rows if all(value == value for value in row)]
+
+
+LOST_SAMPLES = 10  # without a value, after which a sensor has disappeared
+
+
+def describe_lost_gpus(windows: Sequence[Window]) -> list[str]:
+    """Return a sentence for each GPU whose samples end long before those of its node."""
+    notes = []
+    for window in windows:
+        for gpu in window.gpus:
+            times = [time for time, _ in window.timed(f"gpu{gpu} utilization")]
+            if len(times) < LOST_SAMPLES:
+                continue
+            all_times = window.samples.time[window.begin : window.end]
+            if sum(time > times[-1] for time in all_times) < LOST_SAMPLES:
+                continue
+            name = f"GPU {gpu} of {window.node}" if window.is_one_of_several else f"GPU {gpu}"
+            after = format_seconds(times[-1] - all_times[0])
+            whole = format_seconds(window.duration_s)
+            notes.append(f"{name} has no samples after {after} of {whole}: it or its sensor disappeared")
+    return notes
 
 
 def cut_windows(

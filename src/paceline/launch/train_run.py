@@ -23,6 +23,7 @@ from paceline.distributed.world import World, read_world
 from paceline.doctor.rank_state import read_heartbeats
 from paceline.errors import Error, LaunchError, RankError, RunError, SpecError, TaskError
 from paceline.events import Event, Failed, Noted, Started, Step
+from paceline.files import reason
 from paceline.launch.sent_task import send_task
 from paceline.launch.spawn import Child
 from paceline.plan.plan import Plan
@@ -104,7 +105,17 @@ def train(
         task = _build_task(spec, task)
     folder = RunFolder(Path(run)) if isinstance(run, (str, Path)) else run
     training = loop.train(spec, plan, world, task=task, run=folder, device=device, stop=stop, observe=observe)
+    if folder is not None:
+        _create_folder(folder)
     yield from training if folder is None else _sample_node(training, folder, monitor, world)
+
+
+def _create_folder(run: RunFolder) -> None:
+    """Create the folder for checkpoints, heartbeats and samples. Raises RunError."""
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot create {run.path}: {reason(error)}") from error
 
 
 def _sample_node(

@@ -27,7 +27,8 @@ class PredictionReport:
     """A measured breakdown and its prediction.
 
     cost: the prediction; None for the reason in `unpredicted`. notes: assumptions of the prediction.
-    price_per_hour: of a device."""
+    price_per_hour: of a device.
+    best: the fastest plan for as many ranks, and its predicted seconds per step; None if nobody asked."""
 
     measured: RunBreakdown
     cost: Cost | None
@@ -35,6 +36,7 @@ class PredictionReport:
     cluster: str = ""
     notes: tuple[str, ...] = ()
     price_per_hour: float | None = None
+    best: tuple[str, float] | None = None
 
     @property
     def time(self) -> list[ComparisonRow]:
