@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 BUILT_IN = {
     "digits": "paceline.tasks.digits:Digits",
+    "lm": "paceline.tasks.lm:Lm",
     "mnist": "paceline.tasks.mnist:Mnist",
     "text": "paceline.tasks.text:Text",
 }

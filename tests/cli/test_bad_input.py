@@ -140,7 +140,7 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
         ),
         (
             "train digit",
-            "no such task: 'digit'; expected digits, mnist, text, a file my.py:Class, a module "
+            "no such task: 'digit'; expected digits, lm, mnist, text, a file my.py:Class, a module "
             "package.module:Class or a Hugging Face model hf:FOLDER; did you mean digits?",
         ),
         ("train no.such:Thing", "cannot import 'no.such', named by no.such:Thing: No module named 'no'"),
@@ -365,7 +365,7 @@ def test_a_missing_gpu_is_refused(here):
         ("{at}:Task", "cannot import '{at}', named by {at}:Task: No module named '{at}'"),
         (
             "",
-            "no such task: ''; expected digits, mnist, text, a file my.py:Class, a module "
+            "no such task: ''; expected digits, lm, mnist, text, a file my.py:Class, a module "
             "package.module:Class or a Hugging Face model hf:FOLDER",
         ),
         ("json:JSONDecoder", "JSONDecoder in json is not a subclass of paceline.Task"),

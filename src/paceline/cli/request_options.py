@@ -15,7 +15,7 @@ from paceline.spec import Launch, Spec, abbreviate
 
 Target = Annotated[
     str,
-    Argument(help="Built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml"),
+    Argument(help="Built-in task (digits, lm, mnist, …), my.py:Class, package.module:Class, or a run.toml"),
 ]
 
 # Options of comms, drill and verify, which set few keys of a request and have no panels.

@@ -131,7 +131,7 @@ class Verification:
         self.timeout_s = timeout_s
         self.references: dict[int, Reference] = {}  # by number of micro-batches
         self.depends_on_microbatches = False
-        self.notes: tuple[str, ...] = ()  # what could not be checked
+        self.notes: tuple[str, ...] = ()  # what could not be checked, and what was checked besides plans
         self.float64_error: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-verify-")
         self._owns_ranks = isinstance(ranks, int)
@@ -162,12 +162,15 @@ class Verification:
     def _check_weights(self, task: Task) -> None:
         """Raise TaskError if initial weights differ from those of a plain construction.
 
-        The reference would repeat the error."""
+        The reference would repeat the error. It would also repeat attention between packed documents."""
         from paceline.training.initial_weights import check_initial_weights
         from paceline.training.model_analysis import build_meta_model
+        from paceline.verify.isolation import check_isolation
 
         built = build_meta_model(self.spec, task)
         self.notes += check_initial_weights(self.spec, task, built.model, built.weights)
+        sentence = check_isolation(self.spec, task, built.model, built.weights)
+        self.notes += () if sentence is None else (sentence,)
 
     def _record(self, microbatches: int, rounding: float = 0.0) -> Reference:
         """Return the reference in float64, or in float32 if an operation has no float64 kernel."""
