@@ -6,16 +6,20 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.parallel.shared_gradients import share_gradients
+
 
 def replicate(model: nn.Module, find_unused: bool = False) -> DistributedDataParallel:
     """Return `model` wrapped in DDP: gradients are averaged; weights are equal already and not broadcast."""
-    return DistributedDataParallel(
+    replicated = DistributedDataParallel(
         model,
         init_sync=False,
         **NO_BUFFER_SYNC,
         gradient_as_bucket_view=True,
         find_unused_parameters=find_unused,
     )
+    share_gradients(replicated)
+    return replicated
 
 
 def release(model: nn.Module) -> None:
