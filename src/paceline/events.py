@@ -331,7 +331,10 @@ def loads(line: str | bytes) -> Event:
 
 
 def _number(value: Any) -> float:
+    """Return a finite number. Nothing that is written is infinite or NaN, which would spoil every sum."""
     if type(value) is float:
+        if not math.isfinite(value):
+            raise ValueError(f"expected a finite number, got {value}")
         return value
     if type(value) is not int:
         raise ValueError(f"expected a number, got {value!r:.40}")
@@ -558,6 +561,10 @@ class EventReader:
         with contextlib.suppress(OSError):
             return max(0, self.path.stat().st_size - self.position)
         return 0
+
+    def has_incomplete_line(self) -> bool:
+        """Return whether the file continues after the lines that were read: with a part of a line."""
+        return self._size() > 0
 
     def stretches(self) -> Iterator[bytes]:
         """Yield blocks of whole lines, each either of steps only or, mostly, a line that is not a step."""

@@ -1,6 +1,7 @@
 """`paceline doctor` on runs that have ended, on recordings, and on damaged folders."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -189,6 +190,7 @@ def test_damaged_runs_have_notes_and_no_traceback(run: Path, tmp_path: Path) -> 
     out, found = doctor(tmp_path)
     assert "skipped 1 damaged line and 1 event of an unknown kind (paused) in events.jsonl" in out
     assert any("0.alive" in note for note in found["notes"])
+    assert any(note.startswith("the last line of events.jsonl is incomplete") for note in found["notes"])
     assert any("broken.csv has no known column" in note for note in found["notes"])
     assert found["findings"] == []
 
@@ -250,6 +252,23 @@ def test_nan_and_many_metrics(run: Path, tmp_path: Path) -> None:
             file.write(json.dumps({**event, "metrics": {"loss": None, **metrics}}) + "\n")
     _, found = doctor(tmp_path)
     assert found["findings"] == []
+
+
+def test_numbers_that_are_not_finite_are_damaged_lines(run: Path, tmp_path: Path) -> None:
+    """Nothing writes them; a copy that went wrong, or another program, may."""
+    copy = copy_run(run, tmp_path)
+    lines = [json.loads(line) for line in (copy / "events.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["event"] == "step"]
+    steps[9]["loss"], steps[19]["step_s"], steps[29]["data_s"] = math.nan, math.inf, -math.inf
+    text = "\n".join(map(json.dumps, lines)) + "\n"
+    (copy / "events.jsonl").write_text(text.replace("-Infinity", "-1e999"))
+    out, found = doctor(tmp_path)
+    assert "skipped 3 damaged lines in events.jsonl" in out
+    assert found["findings"] == []
+    for words in (("show", "runs/a"), ("status", "runs/a"), ("report", "runs/a", "-o", "r.html")):
+        result = paceline(*words, at=tmp_path)
+        assert (result.status, result.err) == (0, ""), result.all
+    assert "skipped 3 damaged lines" in (tmp_path / "r.html").read_text()
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from paceline.events import Failed
 from paceline.inspect.facts import RunFacts
 from paceline.inspect.finding import Missing
 from paceline.inspect.read_facts import read_recording
+from paceline.spec import Loading, Spec
 from run_facts import (
     BY_NAME,
+    make_beats,
     make_facts,
     make_saves,
     make_windows,
@@ -40,6 +42,40 @@ def test_an_idle_gpu_in_a_recording(tmp_path: Path) -> None:
     assert sentences("device-idle", facts) == ["GPU 0 worked for 25 % of 2:00 and waited for the rest"]
     few = RunFacts(path=Path("gpu.csv"), windows=make_windows(tmp_path, {"gpu0 utilization [%]": [0.0] * 5}))
     assert isinstance(outcome_of("device-idle", few), Missing)
+
+
+def test_memory_that_grows_in_a_short_run(tmp_path: Path) -> None:
+    """Ten samples suffice if nearly all parts of them rise; a single jump or a cache does not."""
+    for memory, expected in (
+        ([500.0 + 40 * k for k in range(10)], 1),
+        ([500.0] * 6 + [900.0] * 4, 0),
+        ([500.0 + 300 * (1 - 0.6**k) for k in range(10)], 0),
+        ([500.0 + 40 * (k % 3) for k in range(12)], 0),
+    ):
+        windows = make_windows(tmp_path, {"rank0 memory [MiB]": memory})
+        assert len(sentences("memory-growth", make_facts(windows=windows))) == expected, memory
+    few = make_windows(tmp_path, {"rank0 memory [MiB]": [500.0 + 40 * k for k in range(9)]})
+    assert isinstance(outcome_of("memory-growth", make_facts(windows=few)), Missing)
+
+
+def test_workers_that_take_the_cores_from_the_ranks(tmp_path: Path) -> None:
+    """Two ranks with 8 workers each on 4 cores. Workers that wait, and other programs, are no fault."""
+
+    def find(cpu: float, wait_s: float, workers: int = 8) -> list[str]:
+        rows = {f"rank{rank} workers cpu [%]": [cpu] * 20 for rank in (0, 1)}
+        facts = make_facts(
+            windows=make_windows(tmp_path, rows),
+            spec=Spec(data=Loading(workers=workers)),
+            beats=make_beats({"forward": 0.05}, {"forward": 0.05}, core_wait_s=wait_s),
+        )
+        return sentences("threads", facts)
+
+    [sentence] = find(150.0, 2.0)
+    assert sentence == (
+        "2 ranks with 8 workers each share 4 cores: the workers use 3.0 cores, and a rank waits for a core "
+        "for 40% of the time"
+    )
+    assert find(10.0, 2.0) == find(150.0, 0.1) == find(150.0, 2.0, workers=1) == []
 
 
 def test_a_gpu_that_disappears_is_noted(tmp_path: Path) -> None:

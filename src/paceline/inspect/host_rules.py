@@ -11,9 +11,10 @@ from paceline.units import format_bytes, format_seconds, numbered
 
 MiB = 2**20
 MIN_SAMPLES = 15
-BLOCKS = 10  # parts of the time after the warm-up, whose medians are compared
+MIN_GROWTH_SAMPLES = 10
+BLOCKS = 10  # parts of the time after the warm-up at most, whose medians are compared
 WARM_UP_SHARE = 0.2  # of the samples: allocators and caches fill
-MIN_RISING = 8  # of the 9 differences between the parts
+MAX_FALLING = 1  # of the differences between the parts
 GROWTH_MIB, GROWTH_SHARE = 48.0, 0.08  # of the memory of a rank
 LATE_GROWTH = 0.25  # of the second half, relative to the first: caches level off, busy machines slow down
 MAX_NAMED = 4  # ranks
@@ -24,8 +25,8 @@ PRESSED_SHARE = 0.85  # of the memory: below, the system swaps out what nobody u
 SPARE_SAVES = 2  # checkpoints for which there must be space
 
 
-def _no_samples(facts: RunFacts) -> Missing:
-    return Missing(f"it needs {MIN_SAMPLES} samples of the node{facts.why_no_samples}")
+def _no_samples(facts: RunFacts, count: int = MIN_SAMPLES) -> Missing:
+    return Missing(f"it needs {count} samples of the node{facts.why_no_samples}")
 
 
 class Growth(NamedTuple):
@@ -48,12 +49,12 @@ def check_growth(facts: RunFacts) -> Outcome:
     for window in facts.windows:
         for column, owner in (("memory", ""), ("workers memory", "the workers of ")):
             series = {rank: _read_own_memory(window, f"rank{rank}", column) for rank in window.ranks}
-            known = {rank: rows for rank, rows in series.items() if len(rows) >= MIN_SAMPLES}
+            known = {rank: rows for rank, rows in series.items() if len(rows) >= MIN_GROWTH_SAMPLES}
             was_checked |= bool(known)
             growths = [growth for rank, rows in known.items() if (growth := _find_growth(rank, rows))]
             if growths:
                 found.append(_describe_growth(growths, owner, window))
-    return found if was_checked else _no_samples(facts)
+    return found if was_checked else _no_samples(facts, MIN_GROWTH_SAMPLES)
 
 
 def _read_own_memory(window: Window, rank: str, column: str) -> list[tuple[float, float]]:
@@ -67,16 +68,17 @@ def _read_own_memory(window: Window, rank: str, column: str) -> list[tuple[float
 
 def _find_growth(rank: int, series: list[tuple[float, float]]) -> Growth | None:
     series = series[round(WARM_UP_SHARE * len(series)) :]
-    medians = block_medians([value for _, value in series], BLOCKS)
+    blocks = min(BLOCKS, len(series))
+    medians = block_medians([value for _, value in series], blocks)
     rises = [after - before for before, after in itertools.pairwise(medians)]
-    growth, half = medians[-1] - medians[0], medians[BLOCKS // 2] - medians[0]
+    growth, half = medians[-1] - medians[0], medians[blocks // 2] - medians[0]
     if (
-        sum(rise > 0 for rise in rises) < MIN_RISING
+        sum(rise <= 0 for rise in rises) > MAX_FALLING
         or growth < max(GROWTH_MIB, GROWTH_SHARE * medians[0])
-        or medians[-1] - medians[BLOCKS // 2] < LATE_GROWTH * half
+        or medians[-1] - medians[blocks // 2] < LATE_GROWTH * half
     ):
         return None
-    duration_s = max(series[-1][0] - series[0][0], 1e-3) * (BLOCKS - 1) / BLOCKS
+    duration_s = max(series[-1][0] - series[0][0], 1e-3) * (blocks - 1) / blocks
     return Growth(rank, medians[0], medians[-1], duration_s)
 
 

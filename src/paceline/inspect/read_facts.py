@@ -100,10 +100,13 @@ def read_facts(run: RunFolder) -> RunFacts:
             course.add(event, count)
     notes = [str(reader.skipped)] if reader.skipped else []
     notes += [f"skipped damaged {path}" for path in find_damaged_heartbeats(run)]
+    is_running = run.is_locked()
+    if not is_running and reader.has_incomplete_line():
+        notes.append("the last line of events.jsonl is incomplete: a rank was killed, or the disk was full")
     spec, launch = _read_request(run, notes)
     is_own_loop = not run.spec.exists() and course.started is None
     windows, why_no_samples = _read_windows(run, course, is_own_loop, notes)
-    started, summary, is_running = course.started, course.summary.build(), run.is_locked()
+    started, summary = course.started, course.summary.build()
     return RunFacts(
         path=run.path,
         is_own_loop=is_own_loop,

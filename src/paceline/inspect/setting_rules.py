@@ -1,6 +1,9 @@
 """Rules about the request: precision, options without effect, threads, settings for GPUs."""
 
+import statistics
+
 from paceline.cluster.published import find_published_name, sheets
+from paceline.inspect.contention import measure_contention
 from paceline.inspect.facts import RunFacts
 from paceline.inspect.finding import NOT_APPLICABLE, Evidence, Missing, Outcome
 from paceline.spec import Loading, Spec
@@ -10,6 +13,8 @@ TF32_CAPABILITY = 80  # NVIDIA Ampere: the first devices with TF32 (10 × comput
 TENSOR_CORES = 70  # NVIDIA Volta: the first devices with Tensor Cores, for fp16
 MIN_CONVOLUTIONS = 3  # in a model with fewer, other layers dominate
 RANKS_PER_CORE = 2  # more are never useful; up to two try a plan on a small machine
+WORKERS_WAIT = 0.2  # of the time, in which a rank waits for a core
+WORKERS_CORES = 0.5  # of the cores, which workers use
 
 _NO_FACTS = Missing("the run was started by a version that did not record the machine")
 
@@ -88,7 +93,7 @@ def check_threads(facts: RunFacts) -> Outcome:
     if not cores or not ranks:
         return _NO_FACTS
     if started.threads * ranks <= cores or (started.threads == 1 and ranks <= RANKS_PER_CORE * cores):
-        return []
+        return _find_many_workers(facts, cores, ranks)
     values = {"threads": started.threads, "local_ranks": ranks, "cores": cores}
     sentence = (
         f"{several(int(ranks), 'rank')} with {several(started.threads, 'thread')} each share "
@@ -103,6 +108,33 @@ def check_threads(facts: RunFacts) -> Outcome:
             values,
             None,
             f"{facts.again} --ranks {int(cores)}, or more nodes",
+        )
+    ]
+
+
+def _find_many_workers(facts: RunFacts, cores: float, ranks: float) -> list[Evidence]:
+    """Return a finding if processes that read samples take the cores from the ranks."""
+    workers = facts.spec.data.workers if facts.spec is not None else None
+    waited = measure_contention(facts)
+    if not workers or waited is None or waited < WORKERS_WAIT or (workers + 1) * ranks <= 2 * cores:
+        return []
+    # Other programs may use the cores; and workers that wait for files do not.
+    used = [
+        sum(statistics.fmean(values) for values in columns if values) / 100
+        for window in facts.windows
+        if (columns := [window.values(f"rank{rank} workers cpu") for rank in window.ranks])
+    ]
+    if max(used, default=0.0) < WORKERS_CORES * cores:
+        return []
+    enough = max(1, int(cores // ranks) - 1)
+    return [
+        Evidence(
+            f"{several(int(ranks), 'rank')} with {several(workers, 'worker')} each share "
+            f"{several(int(cores), 'core')}: the workers use {max(used):.1f} cores, and a rank waits for a "
+            f"core for {waited:.0%} of the time",
+            {"workers": workers, "cores": cores, "workers_cores": max(used), "core_wait_share": waited},
+            None,
+            f"{facts.again} --workers {enough}, if samples cannot be prepared beforehand",
         )
     ]
 
