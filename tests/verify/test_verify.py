@@ -240,6 +240,29 @@ class BiasBeforeNorm(models.Points):
         return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), *after, nn.Linear(8, 3))
 
 
+class IllConditioned(models.Points):
+    """A chaotic map doubles differences in each iteration, so rounding changes its gradients by 1e-8."""
+
+    iterations: int = 28
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), Chaotic(self.iterations), nn.Linear(8, 3)
+        )
+
+
+class Chaotic(nn.Module):
+    def __init__(self, iterations: int):
+        super().__init__()
+        self.iterations = iterations
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sigmoid()
+        for _ in range(self.iterations):
+            x = 3.9 * x * (1 - x)
+        return x
+
+
 class NoKernel(models.Points):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(5, 8), Kernel(), nn.Linear(8, 3))
@@ -314,6 +337,27 @@ def test_rounding_is_accepted_and_a_small_fault_is_found(
             verdict = verification.verify(parse(plans[0]), fault)
             assert not verdict.same, (fault, format_verdict(verdict))
             assert "0.0e+00 times" not in describe_difference(verdict)
+
+
+def test_an_ill_conditioned_model_is_accepted_and_measured(two: Ranks) -> None:
+    sgd = Optimizer(name="sgd", lr=0.1)
+    with Verification(spec("test_verify:IllConditioned", optimizer=sgd), two) as checked:
+        verdict = checked.verify(parse("tp=2"))
+        assert verdict.same, describe_difference(verdict)
+        assert verdict.max_difference("gradient_difference") > verdict.tolerance
+        assert "to which one process amplifies rounding too" in format_verdict(verdict)
+        assert max(checked.reference().amplified[1].values()) < 1e-6
+        faulty = checked.verify(parse("tp=2"), faults.gradient_times_1_001)
+        assert faulty.first is not None
+        assert (faulty.first.what, faulty.first.step) == ("gradient", 1)
+    with Verification(
+        spec("test_verify:IllConditioned", set={"iterations": 0}, optimizer=sgd), two
+    ) as checked:
+        # Without iterations, measuring does not widen the tolerance.
+        verdict = checked.verify(parse("ddp"), faults.gradient_times_1_000001)
+        assert verdict.first is not None
+        assert (verdict.first.what, verdict.first.step) == ("gradient", 1)
+        assert max(checked.reference().amplified[1].values()) < checked.reference().tolerance
 
 
 class Counting(models.Points):

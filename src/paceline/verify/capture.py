@@ -1,5 +1,6 @@
 """The values that a training computes in each step, recorded as a reference or compared with it."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paceline import task as tasks
+from paceline.data.fake import is_fake
 from paceline.distributed.dtensor import is_dtensor, is_materialized
 from paceline.distributed.world import World, read_world
 from paceline.events import Step
@@ -24,6 +26,8 @@ from paceline.verify.compare import (
     FLOOR,
     MARGIN,
     MAX_AMPLIFIED,
+    MAX_AMPLIFIED_FIRST,
+    ROUNDING,
     TOLERANCES,
     Difference,
     estimate_factor,
@@ -102,10 +106,14 @@ class PlanObservation:
     names: set[str] = field(default_factory=set)  # of the tensors on this rank
 
 
-def record_reference(spec: Spec, task: Task, microbatches: int, rounding: float = 0.0) -> Reference:
+def record_reference(
+    spec: Spec, task: Task, microbatches: int, rounding_dtype: str | None = None
+) -> Reference:
     """Train in this process.
 
-    rounding: relative noise that is added to the gradients of each step."""
+    rounding_dtype: add rounding of this dtype to the weights before the first step, and to the gradients of
+    each step."""
+    rounding = ROUNDING[rounding_dtype] if rounding_dtype is not None else 0.0
     steps: list[StepTensors] = [StepTensors()]
     disabled: list[str] = []
     has_updates: list[bool] = []
@@ -140,6 +148,8 @@ def record_reference(spec: Spec, task: Task, microbatches: int, rounding: float 
 
     narrowest = NarrowestDtype()
     wrapped = disable_dropout(task, report, narrowest)
+    if rounding_dtype is not None:
+        wrapped = _with_rounded_weights(wrapped, torch.finfo(getattr(torch, rounding_dtype)).eps)
     events = train(
         spec, Plan(dp=1, microbatches=microbatches), World(), task=wrapped, device="cpu", observe=observe
     )
@@ -171,6 +181,32 @@ class NarrowestDtype(TorchFunctionMode):
         return result
 
 
+def _with_rounded_weights(task: Task, eps: float) -> Task:
+    """Return a task that changes the last digit of its weights before the first forward pass."""
+    wrapped, build = copy.copy(task), task.model
+
+    def round_(module: nn.Module, *_: Any) -> None:
+        parameters = list(module.parameters())
+        if "_is_rounded" in vars(module) or any(is_fake(p) or p.is_meta for p in parameters):
+            return
+        vars(module)["_is_rounded"] = True
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in parameters:
+                if parameter.is_floating_point():
+                    signs = torch.randint(2, parameter.shape, generator=generator).mul_(2).sub_(1)
+                    parameter.mul_(1 + eps * signs.to(parameter.dtype))
+
+    def model() -> nn.Module:
+        built = build()
+        if isinstance(built, nn.Module):
+            built.register_forward_pre_hook(round_)
+        return built
+
+    object.__setattr__(wrapped, "model", model)  # tasks are frozen
+    return wrapped
+
+
 def _add_rounding_(model: nn.Module, rounding: float, step: int) -> None:
     """Add noise to the gradients. Elements that are exactly 0 stay 0: they have no rounding."""
     generator = torch.Generator().manual_seed(step)
@@ -185,9 +221,9 @@ def _add_rounding_(model: nn.Module, rounding: float, step: int) -> None:
 def measure_amplification(reference: Reference, rounded: Reference) -> None:
     """Set `reference.amplified` to the differences from `rounded`, a training with added rounding."""
     reference.amplified = [{} for _ in reference.steps]
-    limit = MAX_AMPLIFIED[reference.narrowest_dtype]
     for number, (step, rounded_step) in enumerate(zip(reference.steps, rounded.steps, strict=True)):
         amplified = reference.amplified[number]
+        limit = (MAX_AMPLIFIED_FIRST if number == 1 else MAX_AMPLIFIED)[reference.narrowest_dtype]
         for what, expected, actual in (
             ("gradient", step.gradients, rounded_step.gradients),
             ("parameter", step.parameters, rounded_step.parameters),

@@ -13,11 +13,14 @@ RTOL = 1e-10
 # The tolerance by the narrowest dtype through which the gradients of a model pass.
 TOLERANCES = {"float64": RTOL, "float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
 # How far gradients differ by rounding alone, relative to the largest element of the tensor. Noise of this
-# size is added to the gradients to measure how a training amplifies it.
+# size is added to the gradients to measure how a training amplifies it, and rounding of the dtype itself to
+# the weights before the first step, to measure how ill-conditioned the model is.
 ROUNDING = {"float64": 1e-14, "float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
 # The maximum tolerance of gradients, loss and norm after amplification. Parameters have none: if a gradient
 # is all rounding, its parameter has no digits to compare.
 MAX_AMPLIFIED = {"float64": 1e-4, "float32": 5e-2, "float16": 0.5, "bfloat16": 0.5}
+# The same for gradients, loss and norm of the first step, which only an ill-conditioned model amplifies.
+MAX_AMPLIFIED_FIRST = {"float64": 1e-6, "float32": 5e-4, "float16": 2e-2, "bfloat16": 5e-2}
 MARGIN = 30.0  # factor between the measured amplification and the tolerance
 FLOOR = 1e-2  # minimum scale of a tensor, relative to the largest element of all tensors of its kind
 SAME_FACTOR = 1e-6
@@ -46,12 +49,14 @@ class Difference:
 
     @property
     def may_be_rounding(self) -> bool:
-        """Whether the optimizer may have amplified rounding.
+        """Whether the optimizer, or an ill-conditioned model, may have amplified rounding.
 
-        It cannot have done so in gradients and loss of the first step."""
-        return self.structure is None and (
-            self.step > 1 or (self.step == 1 and self.what in ("parameter", "buffer"))
-        )
+        An optimizer cannot have done so in gradients and loss of the first step."""
+        if self.structure is not None or self.step == 0:
+            return False
+        if self.step > 1 or self.what in ("parameter", "buffer"):
+            return True
+        return self.relative <= max(MAX_AMPLIFIED_FIRST.values())
 
 
 def tensor_difference(actual: Tensor, expected: Tensor, largest: float) -> float:

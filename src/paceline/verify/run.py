@@ -22,7 +22,7 @@ from paceline.verify.capture import (
     observe_plan,
     record_reference,
 )
-from paceline.verify.compare import ROUNDING, RTOL, Difference, find_axis, scalar_difference
+from paceline.verify.compare import RTOL, Difference, find_axis, scalar_difference
 
 if TYPE_CHECKING:
     from paceline.verify.asynchronous import Condition, TrainingOutcome
@@ -172,17 +172,17 @@ class Verification:
         sentence = check_isolation(self.spec, task, built.model, built.weights)
         self.notes += () if sentence is None else (sentence,)
 
-    def _record(self, microbatches: int, rounding: float = 0.0) -> Reference:
+    def _record(self, microbatches: int, rounding_dtype: str | None = None) -> Reference:
         """Return the reference in float64, or in float32 if an operation has no float64 kernel."""
         task = tasks.load_task(self.spec.task, self.spec.set)
         try:
-            reference = record_reference(self.spec, task, microbatches, rounding)
+            reference = record_reference(self.spec, task, microbatches, rounding_dtype)
         except (TaskError, RuntimeError, TypeError) as error:
             if self.spec.precision == "fp32":
                 raise
             spec = self.spec.model_copy(update={"precision": "fp32"})
             try:
-                reference = record_reference(spec, task, microbatches, rounding)
+                reference = record_reference(spec, task, microbatches, rounding_dtype)
             except (TaskError, RuntimeError, TypeError):
                 raise error from None  # both dtypes fail
             self.spec, self.float64_error = spec, str(error).partition("\n")[0]
@@ -192,7 +192,7 @@ class Verification:
     def _measure_amplification(self, microbatches: int) -> None:
         """Measure how one process amplifies rounding, and save it with the reference."""
         reference = self.reference(microbatches)
-        measure_amplification(reference, self._record(microbatches, ROUNDING[reference.narrowest_dtype]))
+        measure_amplification(reference, self._record(microbatches, reference.narrowest_dtype))
         reference.save(self._path(microbatches))
 
     def _path(self, microbatches: int) -> Path:
