@@ -14,9 +14,10 @@ from pathlib import Path
 from statistics import fmean, median
 
 from paceline.errors import PlanError
-from published_fit import build_constants, load_fits, store
+from published_cells import NotPredictable
+from published_fit import build_constants, load_fits, store, with_fitted_recipe
 from published_forms import FORMS
-from published_rows import NotPredictable, Prediction, Row, predict_row, read
+from published_rows import Prediction, Row, predict_row, read
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,14 @@ def _find_form(path: Path) -> str | None:
 def _score(path: Path) -> File:
     """Predict the rows of a file, with constants that were fitted without it."""
     fits = load_fits()
-    fitted = build_constants(fits.get(_name(path), fits[""]))
+    values = fits.get(_name(path), fits[""])
+    fitted = build_constants(values)
     rows = list(read(path))
     predicted, left_out = [], [row for row in rows if not isinstance(row, Row)]
     for row in rows:
         if isinstance(row, Row):
             try:
-                predicted.append((row, predict_row(row, fitted)))
+                predicted.append((row, predict_row(with_fitted_recipe(row, values), fitted)))
             except PlanError as error:
                 left_out.append((row.id, str(error)))
     return File(path.stem, tuple(predicted), tuple(left_out))
@@ -197,7 +199,7 @@ def print_memory(files: Sequence[File]) -> None:
     rows = []
     for file in files:
         ratios = [
-            prediction.memory.peak_bytes / row.memory_bytes
+            prediction.shown_bytes / row.memory_bytes
             for row, prediction in file.predicted
             if row.memory_bytes
         ]
@@ -261,7 +263,7 @@ def print_row(row: Row, prediction: Prediction) -> None:
         f"measured {measured} {ratio}; {parts}"
     )
     parts = ", ".join(f"{part.name} {part.value / 1e9:.3g}" for part in prediction.memory.parts)
-    print(f"   {prediction.memory.peak_bytes / 1e9:.3g} GB, measured {memory}; {parts}")
+    print(f"   {prediction.shown_bytes / 1e9:.3g} GB, measured {memory}; {parts}")
 
 
 def _as_json(row: Row, prediction: Prediction) -> Mapping[str, object]:
@@ -269,9 +271,9 @@ def _as_json(row: Row, prediction: Prediction) -> Mapping[str, object]:
     return {
         "row_id": row.id,
         "predicted_step_time_s": prediction.time.step_s,
-        "predicted_memory_GB": prediction.memory.peak_bytes / (2**30 if row.gib else 1e9),
+        "predicted_memory_GB": prediction.shown_bytes / (2**30 if row.gib else 1e9),
         "fits": prediction.fits,
-        "predicted_memory_bytes": round(prediction.memory.peak_bytes),
+        "predicted_memory_bytes": round(prediction.shown_bytes),
         "step_time_error": prediction.time.error,
         "memory_error": prediction.memory.error,
         "extrapolated": prediction.time.extrapolated,

@@ -11,40 +11,92 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.plan.cost_model.constants import CONSTANTS, Constants
-from published_rows import Row, predict_row
+from published_rows import Prediction, Row, predict_row
 
 STORED = Path(__file__).with_name("published_constants.json")
-# name: (value before any fit, its standard deviation as a share); plan/cost_model/constants.py defines them.
+# name: (value before any fit, its standard deviation as a share); plan/cost_model/constants.py and
+# framework_profiles.py define them.
 FITTED = {
     "A100 product": (0.78, 0.06),
     "H100 product": (0.62, 0.10),
+    "H100 fp8": (0.50, 0.20),
+    "B200 product": (0.55, 0.15),
+    "B200 fp8": (0.50, 0.20),
+    "B200 fp4": (0.40, 0.25),
+    "B200 attention": (0.50, 0.25),
+    "B200 node": (0.60, 0.25),
     "attention": (1.0, 0.20),
     "memory": (0.80, 0.15),
     "across": (0.75, 0.20),
     "hidden": (0.60, 0.30),
+    "nemo product": (1.15, 0.10),
+    "nemo attention": (1.20, 0.20),
+    "nemo elementwise": (0.80, 0.25),
+    "nemo tensor overlap": (0.75, 0.15),
+    "nemo experts": (0.80, 0.20),
+    "nemo low experts": (0.75, 0.25),
+    "nemo cast": (3.0, 0.30),
+    "plain product": (0.95, 0.10),
+    "plain experts": (0.80, 0.20),
+    "bigscience product": (0.90, 0.10),
 }
 BEFORE = {name: value for name, (value, _) in FITTED.items()}
 ATTENTION = {"A100": (0.55, 0.50), "H100": (0.35, 0.30)}  # forward and backward, before any fit
-FAMILIES = {"A100": ("A100", "A800"), "H100": ("H100", "H800", "H200", "GH200")}
+FAMILIES = {
+    "A100": ("A100", "A800"),
+    "H100": ("H100", "H800", "H200", "GH200"),
+    "B200": ("B200", "B300", "GB200", "GB300"),
+}
+BLACKWELL_BACKWARD = 0.85  # speed of attention's backward pass relative to its forward pass
 PRIOR_WEIGHT = 0.004  # mean error that a deviation of one standard deviation adds to the loss
 NUDGE = 1.05
 STEPS = (0.1, 0.03, 0.01, 0.003)
+ROUNDS = 3  # times are nearly powers of the constants near the last fit, not over the whole range
 
 
 def build_constants(values: Mapping[str, float]) -> Constants:
     """Return the shipped constants with these values in place of theirs."""
     families = dict(CONSTANTS.architectures)
     for kind, names in FAMILIES.items():
-        forward, backward = (share * values["attention"] for share in ATTENTION[kind])
+        if kind in ATTENTION:
+            forward, backward = (share * values["attention"] for share in ATTENTION[kind])
+            changes = {"memory": values["memory"], "forward": forward, "backward": backward}
+        else:
+            forward = values[f"{kind} attention"]
+            changes = {"forward": forward, "backward": forward * BLACKWELL_BACKWARD}
+            changes |= {"product_fp4": values[f"{kind} fp4"], "node": values[f"{kind} node"]}
+        if f"{kind} fp8" in values:
+            changes["product_fp8"] = values[f"{kind} fp8"]
         for name in names:
-            families[name] = replace(
-                families[name],
-                product=values[f"{kind} product"],
-                forward=forward,
-                backward=backward,
-                memory=values["memory"],
-            )
+            families[name] = replace(families[name], product=values[f"{kind} product"], **changes)
     return replace(CONSTANTS, architectures=families, across=values["across"], hidden=values["hidden"])
+
+
+def with_fitted_recipe(row: Row, values: Mapping[str, float]) -> Row:
+    """Return the row with the fitted values of its training system."""
+    recipe = row.recipe
+    if recipe.name == "nemo":
+        experts = values["nemo low experts" if recipe.is_low else "nemo experts"]
+        recipe = replace(
+            recipe,
+            products=values["nemo product"],
+            attention=values["nemo attention"],
+            elementwise=values["nemo elementwise"],
+            overlaps_tensor=min(1.0, values["nemo tensor overlap"]),
+            grouped=experts,
+            cast_traffic=values["nemo cast"],
+        )
+    elif recipe.name == "megatron-plain":
+        recipe = replace(recipe, products=values["plain product"], grouped=values["plain experts"])
+    elif recipe.name == "bigscience":
+        recipe = replace(recipe, products=values["bigscience product"])
+    return row if recipe is row.recipe else replace(row, recipe=recipe)
+
+
+def predict_fitted(rows: Sequence[Row], values: Mapping[str, float]) -> list[Prediction]:
+    """Return the predictions of rows with these values of the constants."""
+    constants = build_constants(values)
+    return [predict_row(with_fitted_recipe(row, values), constants) for row in rows]
 
 
 class Sensitivity(NamedTuple):
@@ -54,31 +106,31 @@ class Sensitivity(NamedTuple):
     slopes: np.ndarray  # rows × constants
 
 
-def compute_sensitivity(rows: Sequence[Row]) -> Sensitivity:
+def compute_sensitivity(rows: Sequence[Row], around: Mapping[str, float]) -> Sensitivity:
     measured = [row for row in rows if row.step_s]
 
     def log_errors(values: Mapping[str, float]) -> np.ndarray:
-        built = build_constants(values)
+        predicted = predict_fitted(measured, values)
         return np.array(
-            [log(predict_row(row, built).time.step_s / row.step_s) for row in measured if row.step_s]
+            [log(item.time.step_s / (row.step_s or 1)) for item, row in zip(predicted, measured, strict=True)]
         )
 
-    before = log_errors(BEFORE)
-    slopes = [(log_errors(BEFORE | {name: BEFORE[name] * NUDGE}) - before) / log(NUDGE) for name in FITTED]
+    before = log_errors(around)
+    slopes = [(log_errors({**around, name: around[name] * NUDGE}) - before) / log(NUDGE) for name in FITTED]
     return Sensitivity(before, np.stack(slopes, axis=1))
 
 
-def fit(files: Sequence[Sensitivity]) -> dict[str, float]:
+def fit(files: Sequence[Sensitivity], around: Mapping[str, float]) -> dict[str, float]:
     """Return the constants with the lowest mean absolute error, where each file has the same weight.
 
-    The search changes one coordinate at a time in decreasing steps. Times are nearly powers of the constants,
-    so the slopes at the start suffice.
+    The search changes one coordinate at a time in decreasing steps, with the slopes at `around`.
     """
     deviations = np.array([deviation for _, deviation in FITTED.values()])
+    moved = np.array([log(around[name] / BEFORE[name]) for name in FITTED])
 
     def loss(shift: np.ndarray) -> float:
         errors = [float(np.abs(file.errors + file.slopes @ shift).mean()) for file in files]
-        return fmean(errors) + PRIOR_WEIGHT * float(((shift / deviations) ** 2).sum())
+        return fmean(errors) + PRIOR_WEIGHT * float((((moved + shift) / deviations) ** 2).sum())
 
     shift = np.zeros(len(FITTED))
     best = loss(shift)
@@ -92,7 +144,7 @@ def fit(files: Sequence[Sensitivity]) -> dict[str, float]:
                     candidate[index] += direction
                     if (value := loss(candidate)) < best - 1e-6:
                         shift, best, improved = candidate, value, True
-    return {name: round(BEFORE[name] * exp(change), 3) for name, change in zip(FITTED, shift, strict=True)}
+    return {name: round(around[name] * exp(change), 3) for name, change in zip(FITTED, shift, strict=True)}
 
 
 def load_fits() -> dict[str, dict[str, float]]:
@@ -102,11 +154,14 @@ def load_fits() -> dict[str, dict[str, float]]:
 
 def store(files: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, float]]:
     """Fit to all files, and to all files but each; store and return the fits."""
-    sensitivities = {
-        name: compute_sensitivity(rows) for name, rows in files.items() if any(row.step_s for row in rows)
-    }
-    fits = {"": fit(list(sensitivities.values()))}
-    for excluded in sensitivities:
-        fits[excluded] = fit([item for name, item in sensitivities.items() if name != excluded])
+    measured = {name: rows for name, rows in files.items() if any(row.step_s for row in rows)}
+    values = BEFORE
+    for _ in range(ROUNDS):
+        around = values
+        used = {name: compute_sensitivity(rows, around) for name, rows in measured.items()}
+        values = fit(list(used.values()), around)
+    fits = {"": values}
+    for excluded in measured:
+        fits[excluded] = fit([item for name, item in used.items() if name != excluded], around)
     STORED.write_text(json.dumps(fits, indent=1) + "\n")
     return fits

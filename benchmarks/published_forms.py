@@ -14,7 +14,7 @@ from paceline.plan.cost_model.work_split import WorkSplit
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.model.transformer import Transformer
 from paceline.plan.schedules import StageTimes, bubble_share
-from published_rows import NotPredictable
+from published_cells import NotPredictable
 
 Score = tuple[str, float, float]  # (id, predicted, published)
 MODELS = {  # layers, hidden, heads, tp, pp, stages, micro-batch

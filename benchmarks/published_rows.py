@@ -2,9 +2,8 @@
 
 import csv
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,24 +11,19 @@ from pydantic import ValidationError
 
 from paceline.cluster.facts import Cluster, Device, Fact, Link
 from paceline.plan.cost_model.constants import Constants
-from paceline.plan.cost_model.cost import MemoryCost, TimeCost
-from paceline.plan.cost_model.framework_profiles import (
-    DEEPSPEED,
-    FSDP,
-    FSDP_COMPILED,
-    LLM_FOUNDRY,
-    MEGATRON,
-    MEGATRON_CORE,
-    MEGATRON_DEEPSPEED,
-    Recipe,
-)
+from paceline.plan.cost_model.cost import CostPart, MemoryCost, TimeCost
+from paceline.plan.cost_model.framework_profiles import Recipe
 from paceline.plan.cost_model.memory import predict_memory
-from paceline.plan.cost_model.rates import device_rates
+from paceline.plan.cost_model.rates import DeviceRates, device_rates
 from paceline.plan.cost_model.step_time import predict_time
 from paceline.plan.cost_model.work_split import WorkSplit
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.model.transformer import Transformer
 from paceline.spec import describe_error
+from published_cells import NotPredictable, read_float, read_int
+from published_models import build_model
+from published_splits import find_splits
+from published_systems import find_recipe
 
 # GB/s of one device in one direction: (memory, within a node, between nodes unless a row specifies it).
 # Sources: data sheets and common nodes.
@@ -48,23 +42,6 @@ DEVICES = {
     "MI250": (1638, 200, 25),
     "MI300": (5300, 448, 50),
 }
-SCHEDULES = {
-    "GPIPE": "gpipe",
-    "1F1B-I": "interleaved",
-    "ZB-1P": "zb-h1",
-    "ZB-H1": "zb-h1",
-    "ZB-2P": "zb-2p",
-    "ZB-H2": "zb-h2",
-    "ZB-V": "zb-v",
-}
-
-
-# If a row has no vocabulary: n_params of the four zero-bubble models allow 28 to 34 thousand.
-DEFAULT_VOCAB = 32000
-
-
-class NotPredictable(Exception):
-    """The reason why a row cannot be predicted."""
 
 
 @dataclass(frozen=True)
@@ -84,34 +61,74 @@ class Row:
     gib: bool
     group: str
     device: str
+    memory_tool: str
 
 
 class Prediction(NamedTuple):
-    """The prediction of a row. `fits`: within memory, with MARGIN to spare."""
+    """The prediction of a row. `fits`: within memory, with MARGIN to spare.
+
+    shown_bytes: the part of the memory that the source's tool shows. split: of several, the likely one.
+    """
 
     time: TimeCost
     memory: MemoryCost
     fits: bool
     split: WorkSplit
+    shown_bytes: float
 
 
-# Share of a device's memory that driver, context and libraries use (about 1 GiB), or that data sheets count
-# differently.
-MARGIN = 0.03
+NVLINK_RACK = 64  # devices of a job in a rack of 72
+MARGIN = 0.01  # share of a device's memory that data sheets count differently
+# Parts of the memory that a tool does not show.
+UNSEEN = {
+    "nvidia-smi": (),  # everything
+    "allocated": ("allocator", "process"),  # torch.cuda.max_memory_allocated
+    "reserved": ("process",),  # torch.cuda.max_memory_reserved
+}
 
 
 def predict_row(row: Row, constants: Constants) -> Prediction:
     """Return the prediction of the fastest split that fits; if none fits, of the split with least memory."""
-    predictions = []
     rates = device_rates(row.cluster, constants)
-    for split in row.splits:
-        cost = predict_memory(row.facts, split, row.recipe, row.limit_bytes)
-        step = predict_time(row.facts, split, row.recipe, rates)
-        predictions.append(Prediction(step, cost, cost.fits(MARGIN), split))
-    fitting = [item for item in predictions if item.fits]
-    if fitting:
+    predictions = [_predict(row, split, rates) for split in row.splits]
+    if fitting := [item for item in [*predictions, *_partly_recomputed(row, predictions)] if item.fits]:
         return min(fitting, key=lambda item: item.time.step_s)
     return min(predictions, key=lambda item: item.memory.peak_bytes)
+
+
+def _predict(row: Row, split: WorkSplit, rates: DeviceRates) -> Prediction:
+    memory = predict_memory(row.facts, split, row.recipe, row.limit_bytes)
+    shown = sum(part.value for part in memory.parts if part.name not in UNSEEN[row.memory_tool])
+    time = predict_time(row.facts, split, row.recipe, rates)
+    return Prediction(time, memory, memory.fits(MARGIN), split, shown)
+
+
+def _partly_recomputed(row: Row, predictions: Sequence[Prediction]) -> Iterator[Prediction]:
+    """Yield splits that recompute only as many blocks as they have to (Megatron's recompute-num-layers).
+
+    Time and memory lie between those without and with recomputation.
+    """
+    by_split = {item.split: item for item in predictions}
+    for split, none in by_split.items():
+        full = by_split.get(replace(split, recompute="full"))
+        if split.recompute != "none" or none.fits or full is None or not full.fits:
+            continue
+        least, most = full.memory.peak_bytes, none.memory.peak_bytes
+        share = min(1.0, max(0.0, (most - row.limit_bytes * (1 - MARGIN)) / (most - least)))
+        time = replace(none.time, parts=_mix(none.time.parts, full.time.parts, share))
+        memory = replace(none.memory, parts=_mix(none.memory.parts, full.memory.parts, share))
+        shown = none.shown_bytes * (1 - share) + full.shown_bytes * share
+        yield Prediction(time, memory, True, replace(split, recompute="full"), shown)
+
+
+def _mix(none: Sequence[CostPart], full: Sequence[CostPart], share: float) -> tuple[CostPart, ...]:
+    """Return parts between those of two predictions."""
+    both = {part.name: part for part in (*none, *full)}
+    before, after = ({part.name: part.value for part in parts} for parts in (none, full))
+    return tuple(
+        replace(part, value=before.get(name, 0.0) * (1 - share) + after.get(name, 0.0) * share)
+        for name, part in both.items()
+    )
 
 
 def read(path: Path) -> Iterator[Row | tuple[str, str]]:
@@ -128,10 +145,10 @@ def read(path: Path) -> Iterator[Row | tuple[str, str]]:
 
 
 def _parse_row(row: Mapping[str, str]) -> Row:
-    recipe = _recipe(row)
-    seq = _int(row, "seq_len")
-    model = _model(row, recipe, seq)
-    splits = _splits(row, model)
+    recipe = find_recipe(row)
+    model = _model(row, recipe)
+    seq = model.seq
+    splits = find_splits(row, model)
     tokens = splits[0].batch * seq
     return Row(
         id=row["row_id"],
@@ -142,150 +159,17 @@ def _parse_row(row: Mapping[str, str]) -> Row:
         splits=splits,
         step_s=_step_s(row, model, splits[0], tokens),
         memory_bytes=_memory_bytes(row),
-        limit_bytes=_float(row, "gpu_mem_GB") * 2**30,
+        limit_bytes=read_float(row, "gpu_mem_GB") * 2**30,
         oom=row.get("oom") == "1",
         gib="gib" in row["notes"].lower(),
         group=row.get("rank_group", ""),
         device=row["gpu_type"],
+        memory_tool=_memory_tool(row),
     )
 
 
-def _int(row: Mapping[str, str], key: str, default: int | None = None) -> int:
-    text = row.get(key, "")
-    if re.fullmatch(r"\d+(\.0+)?(e\+?\d+)?", text):
-        return int(float(text))
-    if default is None:
-        raise NotPredictable(f"{key} is missing")
-    return default
-
-
-def _float(row: Mapping[str, str], key: str) -> float:
-    try:
-        return float(row.get(key, ""))
-    except ValueError:
-        raise NotPredictable(f"{key} is missing") from None
-
-
-def _recipe(row: Mapping[str, str]) -> Recipe:
-    text = " ".join(
-        row.get(key, "") for key in ("dataset", "source", "notes", "zero_stage", "url_or_path")
-    ).lower()
-    if "deepspeed" in text and row["zero_stage"].startswith("3"):
-        recipe = DEEPSPEED
-    elif "fsdp" in text or "torchtitan" in text:
-        compiled = "compile" in row.get("notes", "").lower() and "without" not in row.get("notes", "").lower()
-        recipe = FSDP_COMPILED if compiled else FSDP
-        if compiled and "2025" in text:  # since 2025 torchtitan compiles the loss too
-            recipe = replace(recipe, loss=8.0)
-        if "foundry" in text:
-            recipe = LLM_FOUNDRY
-        if row["precision"] == "bf16" and "foundry" in text:  # PURE: gradients are averaged in bf16
-            recipe = replace(recipe, reduce=2.0)
-    elif "deepspeed" in text:
-        recipe = MEGATRON_DEEPSPEED
-    elif row["gpu_type"].startswith(("H", "B", "GH", "GB", "MI")) or re.search(
-        r"\bm?core\b|nemo\b|flash|transformer.?engine|mlperf", text
-    ):
-        recipe = MEGATRON_CORE
-    else:
-        recipe = replace(MEGATRON, sequence="2205.05198" in text and row["recompute"].startswith("selective"))
-    if "asynctp" in text and "vanilla" not in text:
-        recipe = replace(recipe, overlaps_tensor=0.6)
-    # The loss of sharded logits stores two more float32 copies of them.
-    if recipe.name.startswith("fsdp") and _int(row, "tp", 1) > 1:
-        recipe = replace(recipe, loss=recipe.loss + 8.0)
-    # torchtitan keeps the weights and gradients of a stage unsharded during a step.
-    if recipe.name.startswith("fsdp") and _int(row, "pp", 1) > 1:
-        recipe = replace(recipe, whole_gradients=True)
-    # Products with row-wise scaling were not faster than bf16 in 2025.
-    if "fp8" in row["precision"] and "rowwise" not in row["precision"]:
-        recipe = replace(recipe, dtype="fp8", gather=1.0 if recipe.name.startswith("fsdp") else recipe.gather)
-    if "zero bubble" in text:
-        recipe = replace(recipe, gradient=2.0, scatter=False, sequence=False)
-    if "<=18b" in text:  # according to the notes of Narayanan et al.
-        recipe = replace(recipe, overlaps_data=float(row["n_params"]) <= 1.9e10)
-    return recipe
-
-
-def _model(row: Mapping[str, str], recipe: Recipe, seq: int) -> Transformer:
-    if _int(row, "ep", 1) > 1:
-        raise NotPredictable("the sizes of the experts are missing")
-    name = row["model"].lower()
-    hidden, heads = _int(row, "hidden"), _int(row, "heads")
-    kv, ffn = _int(row, "kv_heads", heads), _int(row, "ffn", 4 * hidden)
-    gated = (
-        any(word in name for word in ("llama", "qwen", "mistral", "deepseek", "gemma")) or ffn % hidden != 0
-    )
-    return Transformer(
-        name=row["model"],
-        layers=_int(row, "layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv,
-        ffn=ffn,
-        vocab=_int(row, "vocab", DEFAULT_VOCAB),
-        seq=seq,
-        gated=gated,
-        norm="rms" if gated else "layer",
-        bias=not gated and "mpt" not in name,
-        tied=not gated,
-        positions=0 if gated else seq,
-        dropout=not gated and not recipe.fused,
-    )
-
-
-def _splits(row: Mapping[str, str], model: Transformer) -> tuple[WorkSplit, ...]:
-    """Return all splits that the row allows: the fastest that fits is the likely choice of a tuned run."""
-    ranks, tp, pp, cp = _int(row, "n_gpus"), _int(row, "tp", 1), _int(row, "pp", 1), _int(row, "cp", 1)
-    model_ranks, batch = tp * pp * cp, _int(row, "global_batch")
-    if not model_ranks or not ranks or ranks % model_ranks or pp > model.layers or model.heads % tp:
-        raise NotPredictable(
-            f"tp × pp × cp = {tp} × {pp} × {cp} does not divide "
-            f"{ranks} devices, {model.layers} layers and {model.heads} heads"
-        )
-    dp = ranks // model_ranks
-    if batch < dp:
-        raise NotPredictable(f"global_batch {batch} is less than {dp} data ranks")
-    zero = int(row["zero_stage"][:1]) if row["zero_stage"][:1].isdigit() else None
-    rank_samples = batch // dp
-    given = _int(row, "micro_batch", 0)
-    micro_batches = [given] if given else [b for b in (1, 2, 4, 8) if rank_samples % b == 0]
-    if zero == 3 and pp > 1:
-        zero = 2
-    # Some sources give the samples of a data rank as the micro-batch.
-    if given and pp > 1 and given * dp == batch and rank_samples > 1:
-        micro_batches = [max(1, rank_samples // pp)]
-    recompute = row["recompute"].split("(")[0].split("+")[0].strip().split(" ")[0]
-    recomputes = [recompute] if recompute in ("none", "selective", "full") else ["none", "selective", "full"]
-    stages = _stages(row, model, pp)
-    name = row.get("schedule", "").upper().rstrip("*")
-    schedule = "interleaved" if name.startswith("INTERLEAVED") else SCHEDULES.get(name, "")
-    if schedule == "zb-v" or (schedule == "interleaved" and stages == [1]):
-        stages = [2]
-    splits = []
-    for b, recompute, v in product(micro_batches, recomputes, stages):
-        if b < 1 or rank_samples % b:
-            continue
-        kind = schedule or ("interleaved" if v > 1 else "1f1b")
-        for stage in (0, 1) if zero is None else (zero,):
-            splits.append(
-                WorkSplit(
-                    dp, tp, pp, cp, 1, stage, 1, b, rank_samples // b, kind, v if pp > 1 else 1, recompute
-                )
-            )
-    if not splits:
-        raise NotPredictable(f"global_batch {batch} is not dp × micro_batch × a whole number")
-    return tuple(splits)
-
-
-def _stages(row: Mapping[str, str], model: Transformer, pp: int) -> list[int]:
-    text, stage_layers = row.get("vp", ""), model.layers // pp
-    if text.startswith("max"):
-        return [-(-model.layers // pp)]
-    if text.isdigit():
-        return [int(text)]
-    unspecified = row["micro_batch"] == "" and pp > 1
-    return [v for v in range(1, stage_layers + 1) if stage_layers % v == 0] if unspecified else [1]
+def _model(row: Mapping[str, str], recipe: Recipe) -> Transformer:
+    return build_model(row, recipe.fused)
 
 
 def _cluster(row: Mapping[str, str]) -> Cluster:
@@ -295,18 +179,23 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
     if rates is None:
         raise NotPredictable(f"memory bandwidth and links of {row['gpu_type']} are unknown")
     memory, node, across = rates
-    peak = _float(row, "peak_TFLOPs_bf16") * 1e12
+    peak = read_float(row, "peak_TFLOPs_bf16") * 1e12
     nic = float(row["internode_GBps"]) if row["internode_GBps"] else across
     peaks = {"bf16": peak, "fp16": peak} | (
         {"fp8": 2 * peak} if not kind.startswith(("A100", "V100")) else {}
     )
+    if kind.startswith(("B2", "B3", "GB2", "GB3")):
+        peaks["fp4"] = 4 * peak
+    ranks, per_node = read_int(row, "n_gpus"), read_int(row, "gpus_per_node", 8)
+    if kind.startswith(("GB200", "GB300")):  # NVLink connects the nodes of a rack
+        per_node = min(NVLINK_RACK, ranks)
     return Cluster(
         name=row["gpu_type"],
-        nodes=-(-_int(row, "n_gpus") // _int(row, "gpus_per_node", 8)),
-        devices_per_node=_int(row, "gpus_per_node", 8),
+        nodes=-(-ranks // per_node),
+        devices_per_node=per_node,
         device=Device(
             name=kind,
-            memory_bytes=Fact(value=_float(row, "gpu_mem_GB") * 2**30),
+            memory_bytes=Fact(value=read_float(row, "gpu_mem_GB") * 2**30),
             memory_Bps=Fact(value=memory * 1e9),
             power_W=Fact(value=float(watts[1])) if (watts := re.search(r"\((\d+)W\)", kind)) else None,
             peaks_flops={dtype: Fact(value=value) for dtype, value in peaks.items()},
@@ -326,9 +215,11 @@ def _step_s(row: Mapping[str, str], m: Transformer, split: WorkSplit, tokens: in
     if row["measured_TFLOPs_per_gpu"]:
         return _flops(row, m) * split.batch / (float(row["measured_TFLOPs_per_gpu"]) * 1e12 * split.ranks)
     if row["MFU"]:
-        share = _float(row, "MFU")
+        share = read_float(row, "MFU")
         share /= 100 if share > 1 else 1
-        return _flops(row, m) * split.batch / (share * _float(row, "peak_TFLOPs_bf16") * 1e12 * split.ranks)
+        return (
+            _flops(row, m) * split.batch / (share * read_float(row, "peak_TFLOPs_bf16") * 1e12 * split.ranks)
+        )
     return None
 
 
@@ -340,6 +231,11 @@ def _flops(row: Mapping[str, str], m: Transformer) -> float:
     if "2N*S" in convention:  # llm-foundry
         return 3 * (2 * float(row["n_params"]) * s + layers * 4 * h * s**2)
     return m.facts().training_flops
+
+
+def _memory_tool(row: Mapping[str, str]) -> str:
+    notes = row["notes"].lower()
+    return next((tool for tool in ("nvidia-smi", "allocated") if tool in notes), "reserved")
 
 
 def _memory_bytes(row: Mapping[str, str]) -> float | None:

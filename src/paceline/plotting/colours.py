@@ -12,6 +12,7 @@ COLOURS = {
     "computed again": "#c6dbef",
     "tensor parallel": "#7f2704",
     "context parallel": "#a63603",
+    "expert parallel": "#8c2d04",
     "pipeline sends": "#d94801",
     "data parallel": "#f16913",
     "gathered weights": "#fdae6b",

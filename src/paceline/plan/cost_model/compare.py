@@ -14,6 +14,7 @@ TIME_PARTS: Mapping[str, tuple[str, ...]] = {
     "communication": (
         "tensor parallel",
         "context parallel",
+        "expert parallel",
         "data parallel",
         "gathered weights",
         "pipeline sends",

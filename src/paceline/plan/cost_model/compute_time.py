@@ -63,18 +63,22 @@ def compute_block_time(
     if rates.op_times is not None:
         return _compute_block_time_on_cpu(rates.op_times, recipe, block, key)
     head = block.boundary == 0
-    dtype = "bf16" if recipe.dtype == "fp8" and head else recipe.dtype
+    dtype = "bf16" if recipe.is_low and head else recipe.dtype
     forward = inputs = weights = 0.0
     for product in block.products:
-        m, n, k, count = _shape_on_rank(product, tp, cp, micro_batch)
+        m, n, k, count = _shape_on_rank(product, key)
         moved = 2.0 * (m * k / product.reuse + k * n + m * n) * count
-        forward += product_s(rates, dtype, m, n, k, count, moved)
-        inputs += product_s(rates, dtype, m, k, n, count, moved)
-        weights += product_s(rates, dtype, k, n, m, count, moved)
+        speed = recipe.products * (recipe.grouped if product.active > 1 else 1.0)
+        forward += product_s(rates, dtype, m, n, k, count, moved) / speed
+        inputs += product_s(rates, dtype, m, k, n, count, moved) / speed
+        if not product.frozen:
+            weights += product_s(rates, dtype, k, n, m, count, moved) / speed
     attention = sum(_attention_s(rates, recipe, call, tp, cp, micro_batch) for call in block.attention)
     traffic, scores = _traffic_bytes(recipe, block, tp, cp, micro_batch)
-    if recipe.dtype == "fp8" and not head:  # inputs and weights are cast, and their maxima computed
-        traffic += sum(3.0 * p.rows * (p.inner + p.columns) * micro_batch / tp for p in block.products)
+    if recipe.is_low and not head:  # inputs and weights are cast, and their maxima computed
+        traffic += sum(
+            recipe.cast_traffic * p.rows * (p.inner + p.columns) * micro_batch / tp for p in block.products
+        )
     moved = traffic / cp / rates.memory_Bps
     core = 0.0 if recipe.fused else scores / cp / rates.memory_Bps
     kernels = block.kernels * rates.constants.launch_s
@@ -111,9 +115,7 @@ def _compute_block_time_on_cpu(
     op_times: OpTimeTable, recipe: Recipe, block: BlockFacts, key: MicrobatchKey
 ) -> ComputeTime:
     """Return the sum over operations, which a CPU runs strictly one after another."""
-    sides = [
-        (product, *_shape_on_rank(product, key.tp, key.cp, key.micro_batch)) for product in block.products
-    ]
+    sides = [(product, *_shape_on_rank(product, key)) for product in block.products]
     forward, inputs, weights = cpu_compute_time.products_s(
         op_times, [(product, m * n * k, count) for product, m, n, k, count in sides]
     )
@@ -140,14 +142,14 @@ def _compute_block_time_on_cpu(
     )
 
 
-def _shape_on_rank(product: Product, tp: int, cp: int, micro_batch: int) -> tuple[float, float, float, float]:
-    m, n, k, count = product.rows * micro_batch / cp, product.columns, product.inner, product.count
+def _shape_on_rank(product: Product, key: MicrobatchKey) -> tuple[float, float, float, float]:
+    m, n, k, count = product.rows * key.micro_batch / key.cp, product.columns, product.inner, product.count
     if product.cut == "columns":
-        n /= tp
+        n /= key.tp
     elif product.cut == "inner":
-        k /= tp
-    if product.active > 1:  # rows are distributed over experts
-        m, count = m * count / product.active, product.active
+        k /= key.tp
+    if product.active > 1:  # rows are distributed over experts, and experts over ranks, with the rows of all
+        m, count = m * count * key.ep / product.active, product.active / key.ep
     return m, n, k, count
 
 
@@ -194,9 +196,7 @@ def _attention_s(
     """Return the seconds of the forward pass, without reading and writing its scores."""
     heads = micro_batch * call.heads / tp
     if recipe.fused:
-        rate = rates.peaks.get(recipe.dtype if recipe.dtype != "fp8" else "bf16") or rates.product_flops(
-            recipe.dtype
-        )
+        rate = rates.peaks.get("bf16" if recipe.is_low else recipe.dtype) or rates.product_flops(recipe.dtype)
         small = min(
             1.0, 0.82 + 0.18 * call.head_dim / 128
         )  # arXiv 2307.08691, figure 5, causal: 64 compared with 128
@@ -208,7 +208,7 @@ def _attention_s(
             / (tp * cp)
             / (rate * rates.clock * rates.device.forward * recipe.attention * small)
         )
-    dtype = "bf16" if recipe.dtype == "fp8" else recipe.dtype
+    dtype = "bf16" if recipe.is_low else recipe.dtype
     queries = call.queries * call.slice_imbalance(cp) / cp
     return product_s(rates, dtype, queries, call.keys, call.head_dim, heads) + product_s(
         rates, dtype, queries, call.head_dim, call.keys, heads

@@ -17,10 +17,12 @@ MAX_FITTED_RANKS = 6144  # of the trainings that the constants are fitted to
 class Architecture:
     """Shares of a device's peak.
 
-    product: large matrix products in a long training; product_fp8: the same relative to the fp8 peak.
+    product: large matrix products in a long training; product_fp8, product_fp4: the same relative to
+    the peaks in 8 and 4 bits.
     forward, backward: fused attention; backward counts 5 products for 2 of the forward pass. units:
     multiprocessors.
     memory: share of the peak bandwidth that elementwise kernels reach.
+    node: share of the links inside a node that large collectives reach, if it differs from that of others.
     W_for_flops: power / peak at which the shares were measured. With less power a device is slower by the
     third root, because power is f·V².
     """
@@ -30,9 +32,15 @@ class Architecture:
     backward: float
     units: int
     product_fp8: float = 0.5
-    memory: float = 0.867
+    product_fp4: float = 0.4
+    memory: float = 0.844
     W_for_flops: float = 0.0
+    node: float | None = None
     basis: Basis = "published"
+
+    def share(self, dtype: str) -> float:
+        """Return the share of the peak in `dtype` that large products reach."""
+        return {"fp8": self.product_fp8, "fp4": self.product_fp4}.get(dtype, self.product)
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class Constants:
 
     architectures: Mapping[str, Architecture]
     node: float = 0.78
-    across: float = 0.758
+    across: float = 0.743
     node_s: float = 30e-6
     hop_s: float = 40e-6
     step_s: float = 6e-6
@@ -60,17 +68,18 @@ class Constants:
     jitter: float = 0.02
 
 
-# Fitted, and only for A100 and Hopper: product, forward and backward by one factor, memory, across and
-# hidden, to the published measurements of docs/planning.md by benchmarks/published.py --fit. The values
+# Fitted, and only for A100, Hopper and Blackwell: product, forward and backward by one factor, memory, across
+# and hidden, to the published measurements of docs/planning.md by benchmarks/published.py --fit. The values
 # before the fit, in docs/planning.md, rest on these sources:
 # product: A100 0.80 of sweeps at 0.87 (stas00/ml-engineering, MAMF), 241 to 255 of 312 TFLOP/s in the shapes
 # of a transformer (EleutherAI/cookbook); H100 0.80 of the best shape only, and less if power is the limit.
-# B200: SimuMax's operator table.
 # forward, backward: FlashAttention-2 (Dao 2023, arXiv 2307.08691, figures 4 and 5; on H100 35 %, Shah et al.
 # 2024, arXiv 2407.08608).
-AMPERE = Architecture(0.772, 0.503, 0.457, 108, basis="fitted")
-HOPPER = Architecture(0.602, 0.320, 0.274, 132, W_for_flops=700 / 989.4e12, basis="fitted")
-BLACKWELL = Architecture(0.60, 0.45, 0.38, 148)
+AMPERE = Architecture(0.775, 0.499, 0.454, 108, basis="fitted")
+HOPPER = Architecture(0.606, 0.318, 0.272, 132, product_fp8=0.52, W_for_flops=700 / 989.4e12, basis="fitted")
+BLACKWELL = Architecture(
+    0.518, 0.50, 0.425, 148, product_fp8=0.495, product_fp4=0.392, node=0.588, basis="fitted"
+)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "V100": Architecture(0.75, 0.35, 0.30, 80),
     "A100": AMPERE,
@@ -82,6 +91,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "B200": BLACKWELL,
     "B300": BLACKWELL,
     "GB200": BLACKWELL,
+    "GB300": BLACKWELL,
     "MI250": Architecture(0.50, 0.25, 0.20, 110),
     "MI300": Architecture(0.45, 0.30, 0.25, 304),
     "MI325": Architecture(0.50, 0.30, 0.25, 304),

@@ -29,6 +29,9 @@ SELECTIVE: Mapping[str, RecomputeShares] = {
 }
 
 
+LOW_DTYPES = ("fp8", "mxfp8", "fp4")
+
+
 @dataclass(frozen=True, eq=False)
 class Recipe:
     """Properties of a training framework.
@@ -36,11 +39,19 @@ class Recipe:
     weight, gradient, optimizer, master: bytes per parameter; master: main weights. cast: bytes of a copy of
     the weights in the dtype of products that lives through a step, or 0. stream, element: bytes of an element
     of the residual stream, and of other activations.
+    cast_traffic: bytes that a cast to 8 or 4 bits reads and writes, per element of the inputs and outputs of
+    products.
     gather, reduce: bytes sent per parameter by gathers of ZeRO and by the averaging of gradients.
+    products: speed of matrix products relative to the libraries of 2023. grouped: speed of the products of
+    experts relative to those.
     fused: attention without its scores in memory. attention: its speed relative to FlashAttention-2.
     elementwise: memory traffic of other operations, relative to kernels that are fused as in Megatron.
     loss: bytes per logit at the peak: itself, in float32, as log-probability, and its gradients.
-    overlaps_data, overlaps_tensor: shares of these collectives that can overlap with computing.
+    merge: bytes read and written per element of attention's output to merge it with that of the next keys of
+    the ring: five float32 operations, or a fused kernel.
+    dispatch: bytes of an element that is sent to an expert.
+    overlaps_data, overlaps_tensor, overlaps_experts: shares of these collectives that can overlap with
+    computing.
     rails: a collective over several nodes uses the network devices of all its ranks at once (hierarchical),
     or of one rank.
     whole_gradients: under ZeRO, gradients stay whole between micro-batches; else each micro-batch reduces
@@ -54,7 +65,7 @@ class Recipe:
     sequence: activations between split layers are split along the sequence; sequence_with_cp: also if cp
     splits it already.
     reserved: share of the counted memory that the allocator holds and cannot use. fixed_bytes: of process,
-    context and libraries.
+    context and libraries; connection_bytes: of NCCL's buffers, per axis over which ranks communicate.
     """
 
     name: str
@@ -68,6 +79,9 @@ class Recipe:
     gather: float = 4.0
     reduce: float = 4.0
     dtype: str = "bf16"
+    cast_traffic: float = 3.0
+    products: float = 1.0
+    grouped: float = 1.0
     fused: bool = True
     attention: float = 1.0
     selective: str = "products"
@@ -75,6 +89,9 @@ class Recipe:
     sequence_with_cp: bool = True
     elementwise: float = 1.5
     loss: float = 14.0
+    merge: float = 40.0
+    dispatch: float = 2.0
+    overlaps_experts: float = 0.0
     overlaps_data: bool = True
     overlaps_tensor: float = 0.0
     rails: bool = True
@@ -87,6 +104,12 @@ class Recipe:
     scatter: bool = False
     reserved: float = 0.03
     fixed_bytes: float = 0.0
+    connection_bytes: float = 0.0
+
+    @property
+    def is_low(self) -> bool:
+        """Whether products are computed in 8 or 4 bits; attention and the head stay in 16 bits."""
+        return self.dtype in LOW_DTYPES
 
     def splits_sequence(self, cp: int) -> bool:
         """Return whether sequence parallelism applies with context parallelism of degree `cp`."""
@@ -110,6 +133,9 @@ FLOAT32 = Recipe(
     "float32", element=4.0, dtype="fp32", loss=12.0, sequence=True, sequence_with_cp=False, buckets=0
 )
 
+CUDA_CONTEXT_BYTES = 1.5 * 2**30  # with the workspaces of cuBLAS; nvidia-smi shows it, the allocator does not
+NCCL_BYTES = 0.4 * 2**30  # of the communicators of an axis
+
 # Narayanan et al. 2021 and Korthikanti et al. 2022: fp16 with float32 main weights, fused kernels for
 # softmax, GELU and dropout, scores of attention in memory, gradients averaged in float32 after the backward
 # pass.
@@ -131,6 +157,8 @@ MEGATRON = Recipe(
     early_gradients=True,
     even=True,
     scatter=True,
+    fixed_bytes=CUDA_CONTEXT_BYTES,
+    connection_bytes=NCCL_BYTES,
 )
 # Megatron-Core since 2023: flash attention, sequence parallelism; averaging and all-reduces of tp overlap
 # with computing.
@@ -167,6 +195,8 @@ FSDP = Recipe(
     sequence=True,
     elementwise=1.5,
     reserved=0.1,
+    fixed_bytes=CUDA_CONTEXT_BYTES,
+    connection_bytes=NCCL_BYTES,
 )
 FSDP_COMPILED = replace(FSDP, name="fsdp-compiled", elementwise=1.0)  # blocks are compiled, the loss is not
 
@@ -177,6 +207,40 @@ LLM_FOUNDRY = replace(
 )
 # Megatron-DeepSpeed without ZeRO: gradients stay in fp16.
 MEGATRON_DEEPSPEED = replace(MEGATRON, name="megatron-deepspeed", gradient=2.0, reduce=2.0)
+
+# BigScience's fork of Megatron-DeepSpeed, for BLOOM (arXiv 2211.05100): ALiBi is added to the scores in an
+# operation of its own, norms and activations are not fused, and the allocator of 2022 loses more memory.
+# The speed of products is fitted.
+BIGSCIENCE = replace(MEGATRON_DEEPSPEED, name="bigscience", products=0.885, elementwise=1.5, reserved=0.12)
+# NVIDIA's NeMo and Megatron-Bridge since 2024: Transformer Engine with cuDNN's attention, fused norms and
+# activations, gradients averaged in bf16, all-reduces of tp inside the kernels of products. Speeds and
+# overlap are fitted (benchmarks/published.py --fit).
+NEMO = replace(
+    MEGATRON_CORE,
+    name="nemo",
+    products=1.139,
+    grouped=0.79,
+    attention=1.153,
+    merge=12.0,
+    gradient=2.0,
+    reduce=2.0,
+    elementwise=0.8,
+    cast_traffic=2.941,
+    overlaps_tensor=0.74,
+    selective="products",
+    loss=4.0,
+)
+# Megatron-Core with its overlaps switched off; speeds are fitted
+MEGATRON_PLAIN = replace(
+    MEGATRON_CORE,
+    name="megatron-plain",
+    products=0.931,
+    grouped=0.802,
+    overlaps_data=False,
+    overlaps_tensor=0.0,
+)
+# MaxText and PaxML: XLA compiles the step; weights are sharded, and gathered for each layer
+MAXTEXT = replace(FSDP_COMPILED, name="maxtext", products=1.139, attention=1.153)
 
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
@@ -191,6 +255,10 @@ RECIPES: Mapping[str, Recipe] = {
         FSDP,
         FSDP_COMPILED,
         LLM_FOUNDRY,
+        BIGSCIENCE,
+        NEMO,
+        MEGATRON_PLAIN,
+        MAXTEXT,
     )
 }
 

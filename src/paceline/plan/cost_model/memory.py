@@ -144,9 +144,14 @@ def find_peak(facts: ModelFacts, split: WorkSplit, recipe: Recipe) -> tuple[int,
 
 
 class MemoryBreakdown(NamedTuple):
-    """Parameters and bytes of one rank, of one micro-batch where they depend on it."""
+    """Parameters and bytes of one rank, of one micro-batch where they depend on it.
+
+    trained: parameters with gradients; experts: parameters of experts, with and without gradients.
+    """
 
     params: float
+    trained: float
+    experts: float
     largest: float
     gathered: float  # parameters of the largest blocks that are gathered at once
     activations: float
@@ -162,8 +167,14 @@ def memory_breakdown(
     """Return the memory of one micro-batch on the ranks of `assignment`."""
     counted = [(params_on_rank(block, key.tp, key.ep), count) for block, count in assignment.parts]
     params = sum(size * count for size, count in counted)
+    trained = sum(
+        size * count * (1 - block.frozen)
+        for (size, count), (block, _) in zip(counted, assignment.parts, strict=True)
+    )
+    experts = sum(block.expert_params / (key.tp * key.ep) * count for block, count in assignment.parts)
     if assignment.is_last and facts.first not in (block for block, _ in assignment.parts):
-        params += facts.shared_params / key.tp  # both ends of the pipeline hold shared weights
+        shared = facts.shared_params / key.tp  # both ends of the pipeline hold shared weights
+        params, trained = params + shared, trained + shared
     largest = sorted(
         (size for size, count in counted for _ in range(min(count, GATHERED_BLOCKS))), reverse=True
     )[:GATHERED_BLOCKS]
@@ -174,6 +185,8 @@ def memory_breakdown(
     )
     return MemoryBreakdown(
         params=params,
+        trained=trained,
+        experts=experts,
         largest=max(size for size, _ in counted),
         gathered=sum(largest),
         activations=sum(
@@ -185,6 +198,20 @@ def memory_breakdown(
         logits=logits if assignment.is_last else 0.0,
         recomputed=max(_recomputed_bytes(recipe, block, key) for block, _ in assignment.parts),
     )
+
+
+def state_of_rank(own: MemoryBreakdown, split: WorkSplit, recipe: Recipe) -> BytesPerParameter:
+    """Return the bytes of weights, gradients and optimizer on a rank, of all its parameters.
+
+    ZeRO shards the parameters of experts over the ranks that have the same experts.
+    """
+    dense, experts = (
+        state_bytes(recipe, split.zero, split.shards),
+        state_bytes(recipe, split.zero, max(1, split.shards // split.ep)),
+    )
+    share = own.experts / own.params
+    weights, *trained = (a * (1 - share) + b * share for a, b in zip(dense, experts, strict=True))
+    return BytesPerParameter(own.params * weights, *(own.trained * each for each in trained))
 
 
 def _is_sharded(split: WorkSplit, recipe: Recipe) -> bool:
@@ -213,18 +240,13 @@ def _peak_of_rank(
     """
     if is_traced(assignment):
         return _peak_of_traced(facts, assignment, split, recipe)
-    own, per_param, sharded = (
-        memory_breakdown(facts, assignment, recipe, split.microbatch_key),
-        state_bytes(recipe, split.zero, split.shards),
-        _is_sharded(split, recipe),
-    )
+    own = memory_breakdown(facts, assignment, recipe, split.microbatch_key)
+    state, sharded = state_of_rank(own, split, recipe), _is_sharded(split, recipe)
     gathered_bytes = (
         max(recipe.gather, recipe.element) + recipe.cast
     )  # 8-bit weights are kept with their transpose
     gathered = (own.gathered if split.zero == 3 else own.params) * gathered_bytes if sharded else 0.0
-    gradients = own.params * (
-        recipe.gradient if _keeps_whole_gradients(split, recipe) else per_param.gradients
-    )
+    gradients = own.trained * recipe.gradient if _keeps_whole_gradients(split, recipe) else state.gradients
     averaged = split.dp * split.cp > 1
     before = (
         gradients
@@ -240,17 +262,16 @@ def _peak_of_rank(
         (before, activations, own.recomputed, 0.0, (reducing if before else 0.0) + buckets),
         (gradients, 0.0, own.recomputed, 0.0, reducing + buckets),
     )
-    params = own.params
     constant = (
-        params * per_param.weights,
-        params * per_param.weights * facts.averaged,
-        params * per_param.optimizer,
-        params * per_param.master,
-        0.0 if sharded else params * recipe.cast,
+        state.weights,
+        state.weights * facts.averaged,
+        state.optimizer,
+        state.master,
+        0.0 if sharded else own.params * recipe.cast,
         gathered,
     )
     values = constant + max(moments, key=sum)
-    return (*values, recipe.reserved * sum(values), recipe.fixed_bytes)
+    return (*values, recipe.reserved * sum(values), _process_bytes(split, recipe))
 
 
 def _peak_of_traced(
@@ -277,7 +298,13 @@ def _peak_of_traced(
         moment.gathered,
     )
     values = (*constant, moment.gradients, moment.activations, 0.0, 0.0, moment.communication)
-    return (*values, recipe.reserved * sum(values), recipe.fixed_bytes)
+    return (*values, recipe.reserved * sum(values), _process_bytes(split, recipe))
+
+
+def _process_bytes(split: WorkSplit, recipe: Recipe) -> float:
+    """Return what a rank has besides its tensors: context, libraries, and buffers of its connections."""
+    axes = sum(degree > 1 for degree in (split.dp * split.cp, split.tp, split.pp, split.cp, split.ep))
+    return recipe.fixed_bytes + axes * recipe.connection_bytes
 
 
 def _recomputed_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:

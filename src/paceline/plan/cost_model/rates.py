@@ -25,6 +25,8 @@ SUBSTITUTE_DTYPES = {
     "fp32": ("fp32",),
     "tf32": ("tf32",),
     "fp8": ("fp8",),
+    "mxfp8": ("mxfp8", "fp8"),
+    "fp4": ("fp4", "fp8"),
 }
 # Nodes that a message passes one after another, by number of nodes.
 SERIAL_HOPS: Mapping[str, Callable[[int], float]] = {
@@ -134,17 +136,24 @@ class DeviceRates:
         inside = self._link(self.node, kind, "in a node") if together > 1 else None
         factor = RING_FACTORS[kind](ranks)
         if inside is not None and together >= ranks:
-            return self._alpha(inside) + factor * size / self._beta(inside, self.constants.node)
+            return self._alpha(inside) + factor * size / self._beta(
+                inside, self.device.node or self.constants.node
+            )
         outside = self._link(self.across, kind, "between nodes")
         nodes = -(-ranks // together)
         share = self.constants.across if rails else self.constants.one_rail
         beta = self._beta(outside, share) * (together if rails else 1)
         if inside is not None:  # the ring also runs inside the nodes
-            beta = min(beta, self._beta(inside, self.constants.node))
+            beta = min(beta, self._beta(inside, self.device.node or self.constants.node))
         hops = SERIAL_HOPS.get(kind, lambda nodes: 0.0)(nodes) * self.constants.hop_s
         rings = 0.0 if kind in SERIAL_HOPS else nodes * self.constants.step_s
         start = outside.alpha_s if outside.alpha_s is not None else self.constants.node_s + hops + rings
         return start + factor * size / beta
+
+    @property
+    def across_Bps(self) -> float:
+        """Rate at which one rank sends to other nodes while all ranks do."""
+        return self._beta(self._link(self.across, "all-to-all", "between nodes"), self.constants.across)
 
     def _link(self, links: Mapping[str | None, LinkModel], kind: str, where: str) -> LinkModel:
         link = links.get(kind) or links.get(None) or next(iter(links.values()), None)
@@ -184,10 +193,7 @@ def device_rates(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int 
         (peaks[dtype] for dtype in ("bf16", "fp16") if dtype in peaks), default=0.0
     )
     clock = min(1.0, device.power_W.value / wanted_W) ** (1 / 3) if device.power_W and wanted_W else 1.0
-    flops: dict[str, float] = {
-        dtype: clock * peak * (family.product_fp8 if dtype == "fp8" else family.product)
-        for dtype, peak in peaks.items()
-    }
+    flops: dict[str, float] = {dtype: clock * peak * family.share(dtype) for dtype, peak in peaks.items()}
     rates = _measured_rates(cluster, part)
     flops |= {dtype: max(speed for _, speed in table) for dtype, table in rates.items()}
     host = describe_host(cluster, per_node) if device.kind == "cpu" else None

@@ -11,7 +11,7 @@ from paceline.plan.cost_model.constants import MAX_FITTED_RANKS
 from paceline.plan.cost_model.cost import CostPart, TimeCost
 from paceline.plan.cost_model.engine_overhead import engines_s
 from paceline.plan.cost_model.framework_profiles import Recipe
-from paceline.plan.cost_model.memory import memory_breakdown, state_bytes
+from paceline.plan.cost_model.memory import MemoryBreakdown, memory_breakdown, state_of_rank
 from paceline.plan.cost_model.rates import DeviceRates
 from paceline.plan.cost_model.work_split import MicrobatchKey, StageAssignment, WorkSplit, assign_stages
 from paceline.plan.model.facts import BlockFacts, ModelFacts
@@ -28,6 +28,7 @@ PARTS = {
         0.3,
         "all-reduces of a block's outputs and of gradients of its inputs; arXiv 1909.08053",
     ),
+    "expert parallel": (0.5, "tokens sent to experts and back; arXiv 2101.03961"),
     "context parallel": (0.5, "keys and values round the ring, and merging (arXiv 2310.01889), or gathered"),
     "pipeline bubble": (0.1, "filling and draining; arXiv 2104.04473, 2401.10241"),
     "pipeline sends": (0.5, "activations that the schedule waits for; plan/schedules.py"),
@@ -38,7 +39,6 @@ PARTS = {
     "jitter": (1.0, "ranks wait for the slowest"),
 }
 GUESSED_ERROR = 0.7  # of each part, if nothing was measured of a CPU
-MERGED_BYTES = 40.0  # per element of attention's output: five float32 operations that read and write it
 ADAM_BYTES = 28.0  # per parameter: read and write weight and two moments, read the gradient, in float32
 
 
@@ -63,6 +63,7 @@ class StageLoad(NamedTuple):
     recompute_s: float
     tensor_s: float
     context_s: float
+    expert_s: float
     stage: StageTimes
     flops: float
     recompute_flops: float
@@ -76,6 +77,7 @@ class StageLoad(NamedTuple):
             + self.recompute_s
             + self.tensor_s
             + self.context_s
+            + self.expert_s
         )
 
 
@@ -91,12 +93,13 @@ def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, rates: Dev
         parts |= _pipeline_parts(
             facts, split, recipe, rates, busiest, [(assigned.count, load) for assigned, load in stages]
         )
-    params = max(
-        [memory_breakdown(facts, assigned, recipe, split.microbatch_key).params for assigned, _ in stages]
+    own = max(
+        [memory_breakdown(facts, assigned, recipe, split.microbatch_key) for assigned, _ in stages],
+        key=lambda breakdown: breakdown.trained,
     )
-    parts |= _data_parts(facts, assignment, split, recipe, rates, busiest, params)
+    parts |= _data_parts(assignment, split, recipe, rates, busiest, own)
     parts["engines"] = engines_s(assignment, split, rates)
-    parts["optimizer"] = _optimizer_s(assignment, split, recipe, rates, params)
+    parts["optimizer"] = _optimizer_s(assignment, split, recipe, rates, own)
     parts["jitter"] = rates.constants.jitter * sum(parts.values())
     peak = next(
         (rates.peaks[dtype] for dtype in (recipe.dtype, "bf16", "fp16", "fp32") if dtype in rates.peaks),
@@ -175,6 +178,7 @@ def _parts_of_load(microbatches: int, busiest: StageLoad) -> dict[str, float]:
         "computed again": microbatches * busiest.recompute_s,
         "tensor parallel": microbatches * busiest.tensor_s,
         "context parallel": microbatches * busiest.context_s,
+        "expert parallel": microbatches * busiest.expert_s,
     }
 
 
@@ -207,26 +211,31 @@ def stage_load(
     assignment: StageAssignment, recipe: Recipe, rates: DeviceRates, key: MicrobatchKey, slower: float = 1.0
 ) -> StageLoad:
     """Return the seconds of one micro-batch on the ranks of `assignment`."""
-    products = attention = traffic = recompute = tensor = context = flops = recompute_flops = 0.0
+    products = attention = traffic = recompute = tensor = context = expert = 0.0
+    flops = recompute_flops = 0.0
     forward = inputs = weights = 0.0
     for block, count in assignment.parts:
         block_time = compute_block_time(rates, recipe, block, key)
         if slower != 1.0:
             block_time = block_time.scaled(slower)
         sums, ring = _tensor_s(block, key, recipe, rates), _context_s(block, key, recipe, rates, block_time)
+        sent = _expert_s(block, key, recipe, rates)
         products += count * (block_time.products_s + block_time.inputs_s + block_time.weights_s)
         attention += count * (block_time.attention_s + block_time.attention_backward_s)
         traffic += count * (block_time.traffic_s + block_time.traffic_backward_s)
         recompute += count * block_time.recompute_s
         tensor += count * (sums.forward_s + sums.backward_s + sums.recompute_s)
         context += count * ring
-        forward += count * (block_time.forward_s + sums.forward_s + ring / 3)
+        expert += count * (sent.forward_s + sent.backward_s + sent.recompute_s)
+        forward += count * (block_time.forward_s + sums.forward_s + ring / 3 + sent.forward_s)
         inputs += count * (
             block_time.backward_inputs_s
             + block_time.recompute_s
             + sums.backward_s
             + sums.recompute_s
             + ring * 2 / 3
+            + sent.backward_s
+            + sent.recompute_s
         )
         weights += count * block_time.weights_s
         flops += count * block_time.flops
@@ -238,6 +247,7 @@ def stage_load(
         recompute,
         tensor,
         context,
+        expert,
         StageTimes(forward, inputs, weights),
         flops,
         recompute_flops,
@@ -275,6 +285,27 @@ def _tensor_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rates: Devi
     return PassTimes(call_s * block.sums, call_s * block.sums, recompute)
 
 
+def _expert_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rates: DeviceRates) -> PassTimes:
+    """Return the time in which tokens are sent to their experts and back, forward and backward.
+
+    A token is sent once to each other node that has one of its experts, and from there inside the node (arXiv
+    2412.19437, section 3.2.2); inside its own node once per expert.
+    """
+    if key.ep == 1 or not block.dispatched:
+        return PassTimes(0.0, 0.0, 0.0)
+    group = rank_group(key.ep, key.tp * key.cp, rates.per_node)
+    size = block.dispatched * recipe.dispatch * key.micro_batch / (key.tp * key.cp)
+    nodes = -(-group.ranks // group.together)
+    away = nodes * (1 - (1 - 1 / nodes) ** block.copies) * (nodes - 1) / nodes / block.copies
+    seconds = max(
+        rates.collective_s("all-to-all", size, group.together, group.together),
+        size * away / rates.across_Bps if nodes > 1 else 0.0,
+    )
+    exposed = (seconds + 2 * rates.constants.node_s) * (1 - recipe.overlaps_experts)
+    again = exposed if recipe.recompute_shares(key.recompute).products == 1 else 0.0
+    return PassTimes(exposed, exposed, again)
+
+
 def _context_s(
     block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rates: DeviceRates, block_time: ComputeTime
 ) -> float:
@@ -300,7 +331,7 @@ def _context_s(
     in_ring = [a for a in block.attention if not a.gathers_keys(key.cp)]
     size = sum(a.key_value_elements for a in in_ring) * recipe.element * width
     ring = rates.collective_s("all-gather", size, group.ranks, group.together)
-    merged = sum(a.queries * a.head_dim * a.heads for a in in_ring) * MERGED_BYTES * width / rates.memory_Bps
+    merged = sum(a.queries * a.head_dim * a.heads for a in in_ring) * recipe.merge * width / rates.memory_Bps
     exposed = ring - (1 - rates.exposed_share(group.together)) * min(ring, block_time.attention_s)
     return gathered_s + (3 + again) * (exposed + merged)
 
@@ -336,13 +367,12 @@ def _pipeline_parts(
 
 
 def _data_parts(
-    facts: ModelFacts,
     assignment: StageAssignment,
     split: WorkSplit,
     recipe: Recipe,
     rates: DeviceRates,
     busiest: StageLoad,
-    params: float,
+    own: MemoryBreakdown,
 ) -> dict[str, float]:
     """Return the exposed time of averaging gradients and gathering weights."""
     ranks = split.dp * split.cp
@@ -352,11 +382,21 @@ def _data_parts(
     group = rank_group(ranks, split.tp, rates.per_node)
     shards = rank_group(split.shards, split.tp, rates.per_node)
     forward, backward = busiest.stage.forward_s, busiest.stage.inputs_s + busiest.stage.weights_s
+    trained = own.trained / own.params
 
-    def call(kind: str, bytes_per_param: float, members: Group, num_params: float = params) -> float:
-        return rates.collective_s(
-            kind, num_params * bytes_per_param, members.ranks, members.together, recipe.rails
-        )
+    def call_s(kind: str, size: float, members: Group) -> float:
+        return rates.collective_s(kind, size, members.ranks, members.together, recipe.rails)
+
+    def call(kind: str, bytes_per_param: float, members: Group, share: float = trained) -> float:
+        """Return the seconds of a collective of this share of the parameters.
+
+        Ranks with the same experts communicate those.
+        """
+        dense = call_s(kind, (own.params - own.experts) * share * bytes_per_param, members)
+        if not own.experts:
+            return dense
+        same = rank_group(max(1, members.ranks // split.ep), split.tp * split.ep, rates.per_node)
+        return dense + call_s(kind, own.experts * share * bytes_per_param, same)
 
     exposed_share = rates.exposed_share(
         (shards if split.zero >= 2 else group).together if recipe.rails else 1
@@ -382,12 +422,12 @@ def _data_parts(
             return {"data parallel": averaging, "gathered weights": gathering}
         reducing = call("reduce-scatter", recipe.reduce, group)
         return {"data parallel": exposed(reducing, backward), "gathered weights": exposed(gathering, forward)}
-    latency = (blocks - 1) * (call("all-gather", recipe.gather, shards, 1e-9))
-    gather = call("all-gather", recipe.gather, shards) + latency
+    latency = (blocks - 1) * call_s("all-gather", recipe.gather * 1e-9, shards)
+    gather = call("all-gather", recipe.gather, shards, 1.0) + latency
     scatter = call("reduce-scatter", recipe.reduce, shards) + latency
     if split.replicate > 1:
         copies = rank_group(split.replicate, split.tp * split.shards, rates.per_node)
-        scatter += call("all-reduce", recipe.reduce, copies, params / split.shards)
+        scatter += call_s("all-reduce", own.trained / split.shards * recipe.reduce, copies)
     reductions = 1 if recipe.whole_gradients else split.microbatches
     regather = gather if split.zero == 3 else 0.0
     exposed_s = split.microbatches * (exposed(gather, forward) + exposed(regather, backward)) + reductions * (
@@ -398,7 +438,11 @@ def _data_parts(
 
 
 def _optimizer_s(
-    assignment: StageAssignment, split: WorkSplit, recipe: Recipe, rates: DeviceRates, params: float
+    assignment: StageAssignment,
+    split: WorkSplit,
+    recipe: Recipe,
+    rates: DeviceRates,
+    own: MemoryBreakdown,
 ) -> float:
     """Return the time of the update, from memory bandwidth, or on a CPU from number and size of tensors.
 
@@ -408,8 +452,8 @@ def _optimizer_s(
     if rates.op_times is not None and tensors:
         own_tensors = tensors / (split.shards if split.zero == 1 else 1)
         return own_tensors * rates.op_times.seconds(
-            "update", params / (split.shards if split.zero else 1) / own_tensors
+            "update", own.trained / (split.shards if split.zero else 1) / own_tensors
         )
-    own = state_bytes(recipe, split.zero, split.shards)
-    updated = params * own.optimizer / recipe.optimizer
-    return (updated * (ADAM_BYTES + recipe.master / 2) + params * own.gradients) / rates.memory_Bps
+    state = state_of_rank(own, split, recipe)
+    updated = state.optimizer / recipe.optimizer
+    return (updated * (ADAM_BYTES + recipe.master / 2) + state.gradients) / rates.memory_Bps

@@ -18,7 +18,7 @@ class Product:
     windows that contain an element of the input.
     active: number of weights (experts) over which the rows are distributed; each gets rows × count / active
     of them.
-    first: the input is data, which needs no gradients.
+    first: the input is data, which needs no gradients. frozen: the weights get no gradients.
     """
 
     rows: float
@@ -30,6 +30,7 @@ class Product:
     reuse: float = 1.0
     convolution: bool = False
     first: bool = False
+    frozen: bool = False
 
     @property
     def flops(self) -> float:
@@ -122,6 +123,12 @@ class TensorVolume(NamedTuple):
         whole = self.stream * stream_bytes + self.whole * element_bytes + self.whole_bytes
         return whole / (tp if sequence else 1) + (self.split * element_bytes + self.split_bytes) / tp
 
+    def times(self, by: float) -> "TensorVolume":
+        return TensorVolume(*(value * by for value in self))
+
+    def plus(self, other: "TensorVolume") -> "TensorVolume":
+        return TensorVolume(*(a + b for a, b in zip(self, other, strict=True)))
+
 
 NOTHING = TensorVolume()
 
@@ -141,7 +148,9 @@ class LiveBytes(NamedTuple):
 class BlockFacts:
     """A part of a model that is computed, gathered and recomputed as a unit; all numbers are of one sample.
 
-    params: tensor parallelism divides `split_params` of them; `expert_params` belong to experts.
+    params: tensor parallelism divides `split_params` of them; `expert_params` belong to experts. frozen:
+    share of them that gets no gradients.
+    dispatched: elements that a forward pass sends to experts, and back; copies: experts of a token.
     saved: by recompute, what the forward pass keeps for the backward pass; core: what attention without a
     fused kernel adds to `none`. traffic: what operations other than products and attention read and write in
     a forward pass.
@@ -158,6 +167,9 @@ class BlockFacts:
     params: int
     split_params: int = 0
     expert_params: int = 0
+    frozen: float = 0.0
+    dispatched: float = 0.0
+    copies: int = 1
     products: tuple[Product, ...] = ()
     attention: tuple[Attention, ...] = ()
     saved: Mapping[str, TensorVolume] = field(default_factory=dict)

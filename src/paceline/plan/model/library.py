@@ -50,6 +50,11 @@ def list_models() -> tuple[str, ...]:
     return (*_transformers(), *CONVNETS)
 
 
+def list_transformers() -> tuple[str, ...]:
+    """Return the names of the known models that are described by the numbers of a transformer."""
+    return tuple(_transformers())
+
+
 def load_transformer(name: str, **changes: Any) -> Transformer:
     """Return a known transformer with some of its numbers changed.
 

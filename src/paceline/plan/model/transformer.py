@@ -1,13 +1,21 @@
 """ModelFacts of a transformer from a few numbers, in closed form."""
 
+from itertools import groupby
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from paceline.plan.model.facts import Attention, BlockFacts, ModelFacts, Product, TensorVolume
+from paceline.plan.model.facts import BlockFacts, ModelFacts, Product, TensorVolume
+from paceline.plan.model.lora import freeze
+from paceline.plan.model.transformer_parts import (
+    attention_part,
+    expert_part,
+    feed_forward_part,
+    join_parts,
+    latent_attention_part,
+    state_space_part,
+)
 from paceline.spec import Value
-
-NORMS = {"layer": 2, "rms": 1}  # vectors of weights
 
 
 class Transformer(Value):
@@ -24,6 +32,16 @@ class Transformer(Value):
     classes.
     encoder_layers: makes it an encoder-decoder; `layers` are then those of the decoder, and both have
     sequences of `seq`.
+    experts: of each of the layers with experts, `active_experts` of them per token, each of width
+    `expert_ffn` (None: `ffn`), and `shared_ffn` for all tokens. dense_layers: the first layers, which have
+    none; expert_every: of the others, each such layer has experts, the rest is dense.
+    full_every: with a window, each such layer sees all tokens.
+    kv_rank: makes it latent attention (arXiv 2405.04434, section 2.1): width of the latent keys and values;
+    q_rank: of the queries, or None; rope_dim: rotary part of a head's keys, in addition to `head_dim`.
+    pattern: one letter per layer, which then has one part: M state space (Mamba-2), * attention,
+    - feed-forward, E experts. state_heads, state_dim, state_groups: of the state-space layers, whose heads
+    have `state_head_dim`.
+    lora_rank: the model is frozen, and adapters of this rank are trained (arXiv 2106.09685).
     """
 
     name: str = "transformer"
@@ -38,6 +56,19 @@ class Transformer(Value):
     batch: int | None = Field(None, ge=1)
     experts: int = Field(1, ge=1)
     active_experts: int = Field(1, ge=1)
+    expert_ffn: int | None = Field(None, ge=1)
+    shared_ffn: int = Field(0, ge=0)
+    dense_layers: int = Field(0, ge=0)
+    expert_every: int = Field(1, ge=1)
+    kv_rank: int | None = Field(None, ge=1)
+    q_rank: int | None = Field(None, ge=1)
+    rope_dim: int = Field(0, ge=0)
+    pattern: str = Field("", pattern=r"[M*\-E]*")
+    state_heads: int = Field(0, ge=0)
+    state_head_dim: int = Field(64, ge=1)
+    state_groups: int = Field(8, ge=1)
+    state_dim: int = Field(128, ge=1)
+    lora_rank: int = Field(0, ge=0)
     gated: bool = False
     norm: Literal["layer", "rms"] = "layer"
     bias: bool = True
@@ -48,6 +79,7 @@ class Transformer(Value):
     dropout: bool = False
     causal: bool = True
     window: int | None = Field(None, ge=1)
+    full_every: int | None = Field(None, ge=1)
     encoder_layers: int = Field(0, ge=0)
     head: Literal["tokens", "masked tokens", "classes"] = "tokens"
     token_types: int = Field(0, ge=0)
@@ -64,6 +96,12 @@ class Transformer(Value):
             raise ValueError(f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}")
         if self.active_experts > self.experts:
             raise ValueError(f"active_experts={self.active_experts} is more than experts={self.experts}")
+        if self.pattern and len(self.pattern) != self.layers:
+            raise ValueError(f"pattern has {len(self.pattern)} letters, and layers={self.layers}")
+        if "M" in self.pattern and not self.state_heads:
+            raise ValueError("pattern has state-space layers (M); set state_heads")
+        if "E" in self.pattern and self.experts == 1:
+            raise ValueError("pattern has layers with experts (E); set experts")
         return self
 
     @property
@@ -89,94 +127,66 @@ class Transformer(Value):
         return self.hidden * (2 if both else 1)
 
     def facts(self) -> ModelFacts:
-        decoder = _block(self, "block", cross=self.encoder_layers > 0, causal=self.causal)
-        runs: tuple[tuple[BlockFacts, int], ...] = ((decoder, self.layers),)
-        if self.encoder_layers:
-            runs = ((_block(self, "encoder block", cross=False, causal=False), self.encoder_layers), *runs)
         shared = self.vocab * self.hidden if self.tied and self.head != "classes" else 0
-        return ModelFacts(
+        facts = ModelFacts(
             name=self.name,
             first=_embedding(self),
-            runs=runs,
+            runs=self._runs(),
             last=_head(self),
             tokens=self.seq,
-            heads=(self.heads, self.kv_heads or self.heads),
+            heads=(self.heads,) if self.kv_rank else (self.heads, self.kv_heads or self.heads),
             sequence=self.seq,
             hidden=self.hidden,
             vocab=self.vocab,
             shared_params=shared,
             batch=self.batch,
         )
+        return freeze(facts, self.lora_rank) if self.lora_rank else facts
 
+    def _runs(self) -> tuple[tuple[BlockFacts, int], ...]:
+        """Return the blocks in their order, with the number of identical ones in a row."""
+        kinds = [self._kind(layer) for layer in range(self.layers)]
+        blocks = {kind: self._block(*kind) for kind in dict.fromkeys(kinds)}
+        runs = tuple((blocks[kind], len(list(group))) for kind, group in groupby(kinds))
+        if self.encoder_layers:
+            encoder = join_parts(
+                "encoder block",
+                self,
+                attention_part(self, cross=False, causal=False),
+                feed_forward_part(self, self.wide),
+            )
+            return ((encoder, self.encoder_layers), *runs)
+        return runs
 
-def _block(m: Transformer, name: str, cross: bool, causal: bool) -> BlockFacts:
-    """Return the facts of a block.
+    def _kind(self, layer: int) -> tuple[str, str, bool]:
+        """Return what mixes tokens in a layer, its feed-forward part, and whether it sees all tokens."""
+        full = self.window is None or (
+            self.full_every is not None and layer % self.full_every == self.full_every - 1
+        )
+        if self.pattern:
+            letter = self.pattern[layer]
+            return {
+                "M": ("state space", "", True),
+                "*": ("attention", "", full),
+                "-": ("", "dense", True),
+                "E": ("", "experts", True),
+            }[letter]
+        sparse = self.experts > 1 and layer >= self.dense_layers and (layer + 1) % self.expert_every == 0
+        return "attention", "experts" if sparse else "dense", full
 
-    Kept activations are the tensors of arXiv 2205.05198, equation 1, adapted to gates, and without biases or
-    dropout.
-    """
-    h, s, w, kv, f = m.hidden, m.seq, m.width, m.kv_width, m.wide
-    many, gates, active = 1 + cross, 1 + m.gated, m.active_experts
-    weights = h * (w + 2 * kv) + w * h
-    experts = (gates + 1) * h * f * m.experts
-    biases = (w + 2 * kv, h) if m.bias else (0, 0)
-    ffn_biases = (gates * f, h) if m.bias else (0, 0)
-    router = h * m.experts if m.experts > 1 else 0
-    split = many * (weights + biases[0]) + experts + ffn_biases[0]
-    drop = float(m.dropout)
-    # q, k, v, and the inputs of the projection and of the second product
-    tensors = many * (w + 2 * kv + w) + active * ((2 + 2 * m.gated) * f)
-    # outputs of products and attention, except the last product of each part
-    outputs = many * (w + 2 * kv + w) + active * gates * f
-    scores = float(many * m.heads * s * s)
-    return BlockFacts(
-        name=name,
-        params=split + many * biases[1] + ffn_biases[1] + router + (2 + cross) * m.norm_params,
-        split_params=split,
-        expert_params=experts if m.experts > 1 else 0,
-        products=(
-            Product(s, w + 2 * kv, h, many, "columns"),
-            Product(s, h, w, many, "inner"),
-            Product(s, gates * f, h, active, "columns", m.experts),
-            Product(s, h, f, active, "inner", m.experts),
-        ),
-        attention=tuple(
-            Attention(m.heads, s, s, m.dim, seen and causal, m.window, m.kv_heads)
-            for seen in (True, False)[:many]
-        ),
-        saved={
-            "none": TensorVolume(
-                (1 + many) * h * s, (many + active) * h * s, tensors * s, (1 + many) * drop * h * s, 0.0
-            ),
-            "selective": TensorVolume(h * s, (many + active) * h * s, outputs * s, 0.0, 0.0),
-            "half": TensorVolume(h * s, active * h * s, (many * (2 * w + kv) + active * f) * s, 0.0, 0.0),
-            "full": TensorVolume(h * s),
-        },
-        core=TensorVolume(0.0, 0.0, (1 + drop) * scores, 0.0, drop * scores),
-        traffic=_traffic(m, many),
-        boundary=h * s,
-        sums=many + 1,
-        kernels=many * 14 + 10 + 4 * m.gated + (20 + 4 * m.experts if m.experts > 1 else 0),
-    )
-
-
-def _traffic(m: Transformer, many: int) -> TensorVolume:
-    """Return elements read and written outside of products and attention.
-
-    Norms (1 + 1), residual sums (2 + 1), rotation (q and k, in and out), activation (in and out; a gate reads
-    two).
-    """
-    h, s, w, kv = m.hidden, m.seq, m.width, m.kv_width
-    drop = float(m.dropout)
-    rotated = 0 if m.positions or m.relative_positions else 2 * (w + kv)
-    active = m.active_experts
-    spread = 4 * active * h if m.experts > 1 else 0  # tokens sent to experts and back
-    return TensorVolume(
-        stream=(1 + many) * 5 * h * s,
-        whole=spread * s,
-        split=(many * rotated + active * (2 + m.gated) * m.wide) * s,
-        whole_bytes=(1 + many) * drop * h * s,
-    )
+    def _block(self, mixer: str, feed_forward: str, full: bool) -> BlockFacts:
+        parts = []
+        if mixer == "state space":
+            parts.append(state_space_part(self))
+        elif mixer and self.kv_rank:
+            parts.append(latent_attention_part(self))
+        elif mixer:
+            parts.append(attention_part(self, self.encoder_layers > 0, self.causal, full))
+        if feed_forward:
+            parts.append(
+                expert_part(self) if feed_forward == "experts" else feed_forward_part(self, self.wide)
+            )
+        return join_parts("block", self, *parts)
 
 
 def _embedding(m: Transformer) -> BlockFacts:
