@@ -21,7 +21,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from paceline.errors import TaskError
-from paceline.spec import KEYS, TABLES, abbreviate, describe_error, set_key, suggest
+from paceline.spec import HF_PREFIX, HF_TASK, KEYS, TABLES, abbreviate, describe_error, set_key, suggest
 from paceline.user_code import (
     UserCode,
     describe_exception,
@@ -388,6 +388,8 @@ def load_task(reference: str, fields: Mapping[str, Any]) -> Task:
 def build_task(kind: type[Task], reference: str, fields: Mapping[str, Any]) -> Task:
     """Return a task of a class, with these fields. `reference` names it in errors. Raises TaskError."""
     known = [field.name for field in dataclasses.fields(kind)]
+    if reference == HF_TASK and isinstance(fields.get("folder"), str):
+        reference = HF_PREFIX + relative_path(fields["folder"])
     for name, value in fields.items():
         if name not in known:
             raise TaskError(
@@ -446,6 +448,9 @@ def check_task_class(kind: type[Task], reference: str) -> None:
 def _suggest_field(name: str, value: Any, fields: list[str]) -> str:
     """Return a hint for an unknown field: the nearest field, or the key of the request with that name."""
     hint = suggest(name, fields)
+    first, _, rest = name.partition(".")
+    if rest and first in fields:  # --set makes a table of such a name, a dict in Python does not
+        return f"; write {{{first!r}: {{{rest!r}: …}}}}"
     if isinstance(value, dict) and not hint.startswith("; did"):  # of a dotted name, such as optimiser.lr
         table = suggest(name, sorted(TABLES - {"set"}))
         return f"{table[:-1]}.{next(iter(value), '')}?" if table.startswith("; did") else hint

@@ -15,6 +15,8 @@ from command import paceline
 from hf_folders import write_folder, write_text
 from paceline import Spec
 from paceline.errors import Error, TaskError
+from paceline.hf.folder import ModelFolder
+from paceline.hf.objectives import choose_objective
 from paceline.hf.samples import TokenWindows
 from paceline.spec import build
 from paceline.task import load_task
@@ -190,6 +192,12 @@ BAD: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
         {"objective": "causal-lm"},
         "transformers has no causal language model of model_type 'vit'",
     ),
+    "an encoder that sees what it predicts": (
+        lambda folder: edit(folder, model_type="bert"),
+        {"objective": "causal-lm"},
+        "reads the tokens that causal-lm predicts: it is an encoder of model_type 'bert'; use --set "
+        "objective=masked-lm, or set is_decoder to true in its config.json",
+    ),
     "no weights": (
         lambda folder: [file.unlink() for file in folder.glob("model*")],
         {},
@@ -300,3 +308,33 @@ def test_a_bad_folder_ends_a_command(tmp_path: Path) -> None:
         assert (result.status, result.err.count("\n")) == (2, 1), result.all
         assert "no such folder: " in result.err
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("tree", "is_causal"),
+    [
+        ({"model_type": "bert", "is_decoder": True}, True),
+        ({"model_type": "bert"}, False),
+        ({"model_type": "xlm", "causal": True}, True),
+        ({"model_type": "xlm", "is_decoder": True}, False),
+        ({"model_type": "bart"}, True),
+        ({"model_type": "llama"}, True),
+    ],
+    ids=str,
+)
+def test_encoders_are_causal_by_a_key_of_their_configuration(tree: dict[str, Any], is_causal: bool) -> None:
+    folder = ModelFolder(Path("a"), True, tree)
+    if is_causal:
+        assert choose_objective("causal-lm", folder).name == "causal-lm"
+    else:
+        with pytest.raises(TaskError, match="reads the tokens that causal-lm predicts"):
+            choose_objective("causal-lm", folder)
+
+
+def test_errors_in_fields_name_the_folder(here: Path) -> None:
+    for fields, message in (
+        ({"lora": {"rank": 0}}, r"hf:\S*llama: lora.rank must be greater than or equal to 1, got 0"),
+        ({"lora.rank": 2}, r"hf:\S*llama has no field lora.rank; write \{'lora': \{'rank': …\}\}"),
+    ):
+        with pytest.raises(TaskError, match=message):
+            load(here / "llama", **fields)

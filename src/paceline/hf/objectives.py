@@ -78,4 +78,25 @@ def choose_objective(name: str | None, folder: ModelFolder) -> Objective:
             f"transformers has no {objective.what} of model_type {folder.kind!r}, that of {folder.path}; "
             "use another model or objective"
         )
+    if objective is CAUSAL_LM and _reads_later_tokens(folder):
+        raise TaskError(
+            f"the model of {folder.path} reads the tokens that {objective.name} predicts: it is an encoder "
+            f"of model_type {folder.kind!r}; use --set objective={MASKED_LM.name}, or set "
+            f"{_causal_key(folder)} to true in its config.json"
+        )
     return objective
+
+
+def _reads_later_tokens(folder: ModelFolder) -> bool:
+    """Return whether each position of the model attends to later positions, as in BERT.
+
+    transformers has such models as causal language models too: a key of their configuration hides the later
+    positions.
+    """
+    if folder.kind not in MASKED_LM.classes() or folder.kind in SEQ2SEQ.classes():
+        return False
+    return not folder.tree.get(_causal_key(folder), False)
+
+
+def _causal_key(folder: ModelFolder) -> str:
+    return "causal" if folder.kind == "xlm" else "is_decoder"
