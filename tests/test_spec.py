@@ -12,6 +12,7 @@ from paceline.cli.keys import type_name
 from paceline.errors import SpecError
 from paceline.optimizer_options import OPTIMIZERS
 from paceline.spec import (
+    SCHEDULE_OWNERS,
     TOO_LARGE,
     Launch,
     Loading,
@@ -178,12 +179,22 @@ def test_set_reaches_every_key(tmp_path):
         "spec.evaluate_splits": '["test"]',
         "spec.least_nodes": 1,
         "schedule.every": 7,
+        "schedule.metric": "max f1",
+        "schedule.milestones": "[7, 9]",
+        "schedule.decay_shape": "1-sqrt",
+        "schedule.length": 7,
+        "schedule.decay": 7,
         "spec.seed": 7,
         "optimizer.name": "lamb",
         "optimizer.beta2_decay": -0.5,
         "optimizer.etas": "[0.5, 1.1]",
         "optimizer.step_sizes": "[0.1, 1.0]",
         "optimizer.convention": "timm",
+        "optimizer.no_decay": "bias",
+        "optimizer.no_trust": "bias",
+        "optimizer.no_agc": "bias",
+        "optimizer.on_nan": "skip",
+        "optimizer.ema": 0.9,
         "optimizer.ns_coefficients": "[3.0, -4.0, 2.0]",
         "optimizer.ns_precision": "full",
         "optimizer.adjust_lr": "original",
@@ -194,7 +205,14 @@ def test_set_reaches_every_key(tmp_path):
         for owner, options in reversed(OPTIMIZERS.items())
         for key in options
     }
+    owners |= {
+        "optimizer.no_decay": ["optimizer.weight_decay=0.1"],
+        "optimizer.no_trust": ["optimizer.name=lars"],
+        "optimizer.no_agc": ["optimizer.agc=0.1"],
+        "optimizer.swa_every": ["optimizer.swa=10"],
+    }
     names = dict(specs.keys())
+    del names["optimizer.groups"]  # a table of tables
     assert {"spec.threads", "spec.evaluate_every", "spec.restarts", "optimizer.clip"} <= names.keys()
     for name, field in names.items():
         assert field.description, name
@@ -204,7 +222,11 @@ def test_set_reaches_every_key(tmp_path):
         )
         more = {
             "schedule.every": ["schedule.name=step"],
-            "schedule.name": ["schedule.every=3"],
+            **{f"schedule.{key}": [f"schedule.name={name}"] for key, name in SCHEDULE_OWNERS.items()},
+            **{
+                f"schedule.{key}": ["schedule.base_batch=8"]
+                for key in ("lr_scale", "scale_betas", "scale_decay")
+            },
             "stop.metric": ["stop.target=1"],
             "stop.min_delta": ["stop.patience=1"],
             "optimizer.nesterov": ["optimizer.name=sgd"],
@@ -263,7 +285,7 @@ def test_malformed_overrides_are_refused(item):
         (
             "[optimizer]\nmomentum = 0.5",
             "adamw has no option momentum, got optimizer.momentum=0.5; leave it out, or use sgd, rmsprop, "
-            "lars; options of adamw: betas, eps, amsgrad",
+            "lars, muon; options of adamw: betas, eps, amsgrad",
         ),
         (
             "[optimizer]\nname = 'rprop'\nweight_decay = 0.1",
@@ -280,13 +302,13 @@ def test_malformed_overrides_are_refused(item):
         ),
         (
             '[schedule]\nname = "step"',
-            "schedule.every (samples between two decays) is required by schedule.name='step', and only "
-            "by it; got name='step', every=None",
+            "schedule.every is required by step (samples between two decays) and cosine-restarts (samples of "
+            "the first cycle), and only by them; got name='step', every=None",
         ),
         (
             "[schedule]\nevery = 3",
-            "schedule.every (samples between two decays) is required by schedule.name='step', and only "
-            "by it; got name='constant', every=3",
+            "schedule.every is required by step (samples between two decays) and cosine-restarts (samples of "
+            "the first cycle), and only by them; got name='constant', every=3",
         ),
         ("[schedule]\nfloor = 1.5", "schedule.floor must be less than or equal to 1, got 1.5"),
         ('[save]\nbest = "accuracy"', "save.best must be 'min NAME' or 'max NAME', got 'accuracy'"),
@@ -513,7 +535,7 @@ def test_dissimilar_names_are_not_suggested():
             "optimizer.ema",
             "unknown key optimizer.ema; available: name, lr, weight_decay, momentum, nesterov, dampening, "
             "betas, eps, amsgrad, momentum_decay, decoupled_weight_decay, lr_decay, "
-            "initial_accumulator_value, rho, alpha, centered, etas, step_sizes, lambd, t0 and 18 more",
+            "initial_accumulator_value, rho, alpha, centered, etas, step_sizes, lambd, t0 and 28 more",
         ),
         ("spec.ema", "unknown key ema; paceline train --keys lists them"),
         ("optimizer.beta", "unknown key optimizer.beta; did you mean optimizer.betas?"),

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.errors import TaskError
 
-__all__ = ["Clamp", "CopyTo", "Ema", "Normalize", "Polyak", "StepOperation"]
+__all__ = ["Clamp", "CopyTo", "Ema", "Normalize", "Polyak", "StepOperation", "Swa"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,32 @@ class Ema(StepOperation):
 
     def __post_init__(self) -> None:
         _check_number(self, "decay", 0, 1, below=True)
+        _check_every(self)
+
+
+@dataclass(frozen=True)
+class Swa(StepOperation):
+    """Keep the mean of the weights from a step on beside the model (stochastic weight averaging).
+
+    Izmailov et al., Averaging weights leads to wider optima and better generalization, 2018. Before `start`,
+    the mean is the weights. Evaluations use the mean; checkpoints contain it, and `paceline export --ema`
+    writes it.
+
+    start: number of steps after which the first weights are taken.
+    params: pattern of the names of the averaged parameters. every: number of steps between two weights.
+    evaluates: False: evaluations use the weights themselves.
+
+    Buffers are not averaged. Raises TaskError for other values.
+    """
+
+    start: int
+    params: str = "*"
+    every: int = 1
+    evaluates: bool = True
+
+    def __post_init__(self) -> None:
+        if not _is_integer(self.start) or self.start < 1:
+            raise TaskError(f"Swa: start must be an integer, at least 1, got {self.start!r}")
         _check_every(self)
 
 

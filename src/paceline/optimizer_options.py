@@ -57,5 +57,8 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 WITHOUT_DECAY = frozenset({"rprop"})  # optimizers that have no weight decay
+WITH_TRUST = ("lars", "lamb")  # optimizers that scale the update of each tensor
+# Optimizers whose weight decay is not a part of the gradient.
+DECOUPLED = frozenset({"adamw", "lion", "lamb", "adafactor", "muon"})
 # Where implementations differ from the paper, the option `convention` names whose update is computed.
 CONVENTIONS = {"lars": ("you2017", "timm"), "lamb": ("you2020", "timm")}

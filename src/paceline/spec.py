@@ -6,6 +6,7 @@ They are read from TOML and overridden by `key=value`. A contradiction is an err
 import copy
 import difflib
 import inspect
+import itertools
 import math
 import os
 import re
@@ -29,12 +30,14 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from paceline.errors import SpecError
-from paceline.optimizer_options import CONVENTIONS, OPTIMIZERS, WITHOUT_DECAY
+from paceline.optimizer_options import CONVENTIONS, OPTIMIZERS, WITH_TRUST, WITHOUT_DECAY
 from paceline.units import parse_duration_s
 
 DEFAULT_EPOCHS = 20
 HF_PREFIX, HF_TASK = "hf:", "paceline.hf.task:HuggingFace"
-LENGTH = re.compile(r"\d{1,12}(\.\d{1,6})? (sample|step|epoch)s?", re.ASCII)
+LENGTH = re.compile(
+    r"\d{1,12}(\.\d{1,6})? (sample|step|epoch)s?|\d{1,15}(\.\d{1,6})?(e\d{1,2})? tokens?", re.ASCII
+)
 
 TRACE = re.compile(r"(\d{1,12}):(\d{1,12})", re.ASCII)
 MAX_TRACED_STEPS = 100  # the events of all of them are in memory
@@ -83,6 +86,31 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Samples = int | str  # a number of samples, or "50 steps", "5 epochs"
 MAX_INT = 2**63 - 1  # TOML and torch count in 64 bits
 MAX_DEPTH = 50  # levels of nesting in a value
+
+
+class ParamGroup(Value):
+    """Options of the parameters whose names match a pattern of `optimizer.groups`; None: as the others.
+
+    ParamGroup(lr_scale=0.1, weight_decay=0.0)
+    """
+
+    lr: float | None = Field(default=None, gt=0, description="learning rate")
+    lr_scale: float | None = Field(default=None, gt=0, description="factor on optimizer.lr")
+    weight_decay: float | None = Field(default=None, ge=0, description="weight decay")
+    trust: bool | None = Field(default=None, description="whether the trust ratio of lars and lamb applies")
+
+    @model_validator(mode="after")
+    def _one_rate(self) -> Self:
+        if self.lr is not None and self.lr_scale is not None:
+            raise ValueError(
+                f"a group of optimizer.groups has lr={self.lr:g} and lr_scale={self.lr_scale:g}; leave one "
+                "out"
+            )
+        if all(value is None for _, value in self):
+            raise ValueError(
+                "a group of optimizer.groups is empty; give it lr, lr_scale, weight_decay or trust"
+            )
+        return self
 
 
 class Optimizer(Value):
@@ -194,8 +222,51 @@ class Optimizer(Value):
         description="patterns of matrices that are several, such as *.kv_proj.weight:2, which muon "
         "orthogonalizes apart [default: queries, keys and values in one matrix]",
     )
+    no_decay: str | None = Field(
+        default=None,
+        description="parameters without weight decay: norm, bias, embedding, or patterns of names, separated "
+        "by commas [default: none]",
+    )
+    no_trust: str | None = Field(
+        default=None,
+        description="parameters whose updates lars and lamb do not scale, as for no_decay [default: none]",
+    )
+    groups: dict[str, ParamGroup] | None = Field(
+        default=None,
+        description="options by pattern of names: lr, lr_scale, weight_decay, trust; the first match counts",
+    )
     clip: float | None = Field(
         default=None, gt=0, description="maximum norm of the whole gradient [default: no clipping]"
+    )
+    clip_value: float | None = Field(
+        default=None, gt=0, description="largest element of the gradient, after clip [default: no limit]"
+    )
+    agc: float | None = Field(
+        default=None,
+        gt=0,
+        description="largest norm of the gradient of a row relative to that of its weights [default: none]",
+    )
+    no_agc: str | None = Field(
+        default=None, description="parameters that agc does not clip, named as for no_decay [default: none]"
+    )
+    on_nan: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="if the gradient is NaN or infinite: stop, or skip the update of up to 10 steps in a row",
+    )
+    ema: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="decay of an exponential average of the weights, which evaluations use [default: none]",
+    )
+    swa: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_INT,
+        description="step from which evaluations use the mean of the weights so far [default: never]",
+    )
+    swa_every: int | None = Field(
+        default=None, ge=1, le=MAX_INT, description="steps between two weights in that mean [default: 1]"
     )
 
     @field_validator("name", mode="before")
@@ -221,6 +292,8 @@ class Optimizer(Value):
                 f"{self.name} has no weight decay, got optimizer.weight_decay={self.weight_decay:g}; "
                 "leave it out"
             )
+        self._check_groups()
+        self._check_averages()
         known = CONVENTIONS.get(self.name, ())
         if self.convention is not None and self.convention not in known:
             raise ValueError(
@@ -230,6 +303,37 @@ class Optimizer(Value):
         if self.options.get("nesterov") and not self.options["momentum"]:
             raise ValueError("nesterov requires momentum above 0, got momentum=0.0")
         return self
+
+    def _check_averages(self) -> None:
+        if self.ema is not None and self.swa is not None:
+            raise ValueError(
+                f"optimizer.ema={self.ema:g} and optimizer.swa={self.swa} are two averages of the weights; "
+                "leave one out"
+            )
+        if self.swa_every is not None and self.swa is None:
+            raise ValueError(
+                f"optimizer.swa_every={self.swa_every} requires optimizer.swa, the first step of the mean"
+            )
+        if self.no_agc is not None and self.agc is None:
+            raise ValueError(f"optimizer.no_agc={self.no_agc!r} requires optimizer.agc, such as 0.01")
+
+    def _check_groups(self) -> None:
+        groups = self.groups or {}
+        if self.no_decay and not (self.weight_decay or any(group.weight_decay for group in groups.values())):
+            raise ValueError(
+                f"optimizer.no_decay={self.no_decay!r} has no effect without weight decay; set "
+                "optimizer.weight_decay"
+            )
+        has_trust = self.no_trust is not None or any(group.trust is not None for group in groups.values())
+        if has_trust and self.name not in WITH_TRUST:
+            raise ValueError(
+                f"{self.name} has no trust ratio, got optimizer.no_trust or a group with trust; leave it "
+                f"out, or use {' or '.join(WITH_TRUST)}"
+            )
+        if self.name in WITHOUT_DECAY and any(group.weight_decay for group in groups.values()):
+            raise ValueError(
+                f"{self.name} has no weight decay, got a group of optimizer.groups with it; leave it out"
+            )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -247,56 +351,188 @@ class Schedule(Value):
         Schedule(name="cosine", warmup="5 epochs", floor=0.1)
     """
 
-    name: Literal["constant", "cosine", "linear", "step"] = Field(
-        default="constant", description="shape of the schedule after the warm-up"
-    )
+    name: Literal[
+        "constant",
+        "cosine",
+        "linear",
+        "step",
+        "polynomial",
+        "cosine-restarts",
+        "milestones",
+        "one-cycle",
+        "wsd",
+        "inverse-sqrt",
+        "plateau",
+        "task",
+    ] = Field(default="constant", description="shape of the schedule after the warm-up")
     warmup: Samples = Field(
-        default=0, description='length of the linear warm-up: samples, or "50 steps", "5 epochs"'
+        default=0,
+        description='length of the linear warm-up: samples, or "50 steps", "5 epochs", "1e6 tokens"',
+    )
+    start: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="factor at the begin of the warm-up [default: 1 / (samples + 1)]",
+    )
+    length: Samples | None = Field(
+        default=None, description="length of the whole schedule [default: that of the training]"
     )
     floor: float = Field(
-        default=0.0, ge=0, le=1, description="factor at the end of the training; cosine and linear only"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="factor at the end; cosine, cosine-restarts, linear, polynomial, one-cycle, wsd, plateau",
     )
     every: Samples | None = Field(
-        default=None, description='samples between two decays, or "50 steps", "5 epochs"; step only'
+        default=None,
+        description='samples between two decays of step, or of the first cycle of cosine-restarts, or "50 '
+        'steps", "5 epochs"',
     )
-    factor: float = Field(default=0.1, gt=0, le=1, description="factor of each decay; step only")
+    factor: float = Field(
+        default=0.1, gt=0, le=1, description="factor of each decay; step, milestones, plateau"
+    )
+    milestones: tuple[Samples, ...] = Field(
+        default=(), strict=False, description='when milestones decays, such as ["30 epochs", "60 epochs"]'
+    )
+    power: float | None = Field(default=None, gt=0, description="exponent of polynomial [default: 2]")
+    growth: float | None = Field(
+        default=None, ge=1, description="growth of each cycle of cosine-restarts [default: 1]"
+    )
+    decay: Samples | None = Field(
+        default=None, description="length of the decay at the end of wsd [default: 20 % of the schedule]"
+    )
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] | None = Field(
+        default=None, description="shape of the decay of wsd [default: linear]"
+    )
+    metric: str | None = Field(
+        default=None, description="metric of plateau: min NAME or max NAME [default: that of save.best]"
+    )
+    patience: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_INT,
+        description="evaluations without a better metric before plateau decays [default: 3]",
+    )
+    min_delta: float | None = Field(
+        default=None, ge=0, description="least change of the metric that counts as better; plateau"
+    )
 
-    @field_validator("warmup", "every", mode="before")
+    base_batch: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**9,
+        description="batch for which optimizer.lr was chosen, which lr_scale adapts [default: none]",
+    )
+    lr_scale: Literal["linear", "sqrt", "none"] | None = Field(
+        default=None,
+        description="how the learning rate grows with batch / base_batch [default: linear]",
+    )
+    scale_betas: bool = Field(
+        default=False, description="scale betas and eps of Adam with the batch, too (Malladi et al., 2022)"
+    )
+    scale_decay: bool = Field(
+        default=False, description="keep the decoupled weight decay per sample when the batch grows"
+    )
+
+    @field_validator("warmup", "every", "length", "decay", mode="before")
     @classmethod
     def _is_a_length(cls, value: Any, about: ValidationInfo) -> Any:
-        minimum = 0 if about.field_name == "warmup" else 1
-        is_number = isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= MAX_INT
-        if (
-            is_number
-            or (value is None and about.field_name == "every")
-            or (isinstance(value, str) and LENGTH.fullmatch(value))
-        ):
+        if value is None and about.field_name != "warmup":
             return value
-        expected = f"samples (an integer, at least {minimum}), '50 steps' or '5 epochs'"
-        raise ValueError(f"schedule.{about.field_name} must be {expected}, got {abbreviate(value)}")
+        return check_length(f"schedule.{about.field_name}", value, minimum=about.field_name != "warmup")
+
+    @field_validator("milestones", mode="before")
+    @classmethod
+    def _are_lengths(cls, values: Any) -> Any:
+        if isinstance(values, (list, tuple)):
+            return [check_length("schedule.milestones", value, minimum=1) for value in values]
+        return values
 
     @model_validator(mode="after")
-    def _step_needs_every(self) -> Self:
-        if (self.name == "step") != (self.every is not None):
+    def _options_have_a_use(self) -> Self:
+        if (self.name in ("step", "cosine-restarts")) != (self.every is not None):
             raise ValueError(
-                "schedule.every (samples between two decays) is required by schedule.name='step', and only by"
-                f" it; got name={self.name!r}, every={self.every}"
+                "schedule.every is required by step (samples between two decays) and cosine-restarts "
+                f"(samples of the first cycle), and only by them; got name={self.name!r}, every={self.every}"
             )
+        for key, owner in SCHEDULE_OWNERS.items():
+            if self.name != owner and (value := getattr(self, key)) not in (None, ()):
+                raise ValueError(
+                    f"schedule.{key}={value!r} applies to {owner}, and the schedule is {self.name}; leave it "
+                    f"out, or use --schedule {owner}"
+                )
+        if self.name == "milestones" and not self.milestones:
+            raise ValueError('schedule milestones requires schedule.milestones, such as ["30 epochs"]')
+        if self.name == "inverse-sqrt" and not self.warmup:
+            raise ValueError("schedule inverse-sqrt requires schedule.warmup, after which it decays")
+        if self.metric is not None:
+            check_direction("schedule.metric", self.metric)
+        for key in ("lr_scale", "scale_betas", "scale_decay"):
+            if self.base_batch is None and (value := getattr(self, key)):
+                raise ValueError(
+                    f"schedule.{key}={value} requires schedule.base_batch, the batch for which optimizer.lr "
+                    "was chosen"
+                )
         return self
 
-    def in_samples(self, batch: int, samples: int) -> Self:
-        """Return the schedule with all lengths in samples; a step has `batch` samples, an epoch `samples`."""
+    def in_samples(self, batch: int, samples: int, tokens: float | None = None) -> Self:
+        """Return the schedule with all lengths in samples.
 
-        def convert(length: Samples) -> int:
+        A step has `batch` samples, an epoch `samples`, a sample `tokens` tokens. Raises SpecError for tokens
+        if their number is not known, and if milestones are not in their order.
+        """
+
+        def convert(length: Samples, minimum: int = 1) -> int:
             if isinstance(length, int):
                 return length
             number, unit = length.split()
-            return round(
-                float(number) * {"sample": 1, "step": batch, "epoch": samples}[unit.removesuffix("s")]
-            )
+            unit = unit.removesuffix("s")
+            if unit == "token" and not tokens:
+                raise SpecError(
+                    f"{length!r} in the schedule needs the number of tokens of a sample; define "
+                    "tokens_per_sample in the task, or use samples, steps or epochs"
+                )
+            size = {"sample": 1, "step": batch, "epoch": samples, "token": 1 / (tokens or 1)}[unit]
+            return max(minimum, round(float(number) * size))
 
-        every = max(1, convert(self.every)) if self.every is not None else None
-        return self.model_copy(update={"warmup": convert(self.warmup), "every": every})
+        milestones = tuple(map(convert, self.milestones))
+        if any(later <= earlier for earlier, later in itertools.pairwise(milestones)):
+            raise SpecError(
+                f"schedule.milestones must increase, got {', '.join(map(str, self.milestones))}; sort them"
+            )
+        lengths = {key: getattr(self, key) for key in ("every", "length", "decay")}
+        converted: dict[str, Any] = {
+            key: convert(value) for key, value in lengths.items() if value is not None
+        }
+        return self.model_copy(
+            update={"warmup": convert(self.warmup, 0), "milestones": milestones, **converted}
+        )
+
+
+# Options of a schedule that only one shape has.
+SCHEDULE_OWNERS = {
+    "milestones": "milestones",
+    "power": "polynomial",
+    "growth": "cosine-restarts",
+    "decay": "wsd",
+    "decay_shape": "wsd",
+    "metric": "plateau",
+    "patience": "plateau",
+    "min_delta": "plateau",
+}
+
+
+def check_length(key: str, value: Any, minimum: int) -> Any:
+    """Return a length in samples, steps, epochs or tokens. Raises ValueError if it is none.
+
+    minimum: number of samples.
+    """
+    is_number = isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= MAX_INT
+    if is_number or (isinstance(value, str) and LENGTH.fullmatch(value)):
+        return value
+    expected = f"samples (an integer, at least {int(minimum)}), '50 steps' or '5 epochs'"
+    raise ValueError(f"{key} must be {expected}, got {abbreviate(value)}")
 
 
 class Save(Value):

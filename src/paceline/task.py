@@ -312,6 +312,10 @@ class Task:
         """
         return None
 
+    def lr_factor(self, progress: float) -> float:
+        """Return the factor on the learning rate for `--schedule task`. progress: of the schedule, 0 to 1."""
+        return 1.0
+
     def updates(self) -> Sequence[Update]:
         """Return several optimizers with the parameters and the loss of each, in the order of a step.
 

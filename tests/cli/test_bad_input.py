@@ -201,8 +201,8 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
         ("train bad.py:Regression --device gpu", "device must be 'cpu' or 'cuda', got 'gpu'"),
         (
             "train bad.py:Regression --schedule step",
-            "schedule.every (samples between two decays) is required by schedule.name='step', and only "
-            "by it; got name='step', every=None",
+            "schedule.every is required by step (samples between two decays) and cosine-restarts (samples of "
+            "the first cycle), and only by them; got name='step', every=None",
         ),
         (
             "train bad.py:Regression --plan zerro3",

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,15 @@ from torch import Tensor, nn
 
 import models
 from faults import replaced
-from harness import ranks, relative_difference, train_on_this_rank
+from harness import ranks, relative_difference, to_whole_array, train_on_this_rank
 from models import SAMPLES, Pairs, random_normal
-from paceline import Spec, Task
+from paceline import Spec, Task, train
 from paceline.data.loader import shuffle
+from paceline.distributed.dtensor import is_materialized
 from paceline.errors import SpecError
 from paceline.optimizer_options import OPTIMIZERS
 from paceline.plan.plan import ResolvedPlan
+from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.training.optimizer import make_optimizer
 from paceline.training.optimizers import adafactor, whole_tensor
@@ -320,7 +323,7 @@ class Attention(nn.Module):
 
 def names_of_groups(model: nn.Module, **options: Any) -> dict[tuple[bool, int], set[str]]:
     spec, notes = Optimizer(name="muon", **options), []
-    muon = build_muon(spec, model, dict(model.named_parameters()), notes)
+    muon = build_muon(spec, model, dict(model.named_parameters()), {}, notes)
     names = {parameter: name for name, parameter in model.named_parameters()}
     assert len(notes) == 1
     return {
@@ -386,6 +389,61 @@ def test_each_plan_equals_a_loop_by_hand(size: int, plan: str) -> None:
     assert {recipe: error for recipe, error in found.items() if not error <= 1e-10} == {}
 
 
+def save_and_resume(plan: str, recipes: list[str], folder: str, steps: int) -> dict[str, Any]:
+    """Train to a step with a checkpoint at the end, from the last checkpoint if there is one."""
+    found = {}
+    for recipe in recipes:
+        run = RunFolder(Path(folder) / recipe)
+        run.path.mkdir(exist_ok=True)
+        observed: list[nn.Module] = []
+        spec = request(recipe).model_copy(update={"steps": steps})
+        events = list(
+            train(
+                spec, plan, task=Mixed(), run=run, observe=lambda model, *_, seen=observed: seen.append(model)
+            )
+        )
+        assert events[0].step == (0 if steps < STEPS else RESUMED), events[0]
+        found[recipe] = {
+            name: to_whole_array(tensor)
+            for name, tensor in observed[-1].named_parameters()
+            if is_materialized(tensor)
+        }
+    return found
+
+
+RESUMED = 7
+STATEFUL = ["lamb", "novograd", "adafactor", "muon", "rprop", "lars"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("first", "second", "recipes"),
+    [
+        ((2, "zero3"), (1, "single"), STATEFUL),
+        ((1, "single"), (2, "tp=2"), STATEFUL),
+        slow((2, "zero1"), (2, "zero3"), [*RECIPES]),
+        slow((2, "pp=2,microbatches=2"), (2, "zero1"), [*RECIPES]),
+        slow((4, "dp=2,tp=2,zero=3"), (2, "zero2"), [*RECIPES]),
+    ],
+    ids=["zero3-single", "single-tp", "zero1-zero3", "pp-zero1", "mixed-zero2"],
+)
+def test_state_is_saved_and_read_under_another_plan(
+    first: tuple[int, str], second: tuple[int, str], recipes: list[str], tmp_path: Path
+) -> None:
+    ranks(first[0])(save_and_resume, first[1], recipes, str(tmp_path), RESUMED)
+    weights: dict[str, dict[str, np.ndarray]] = {recipe: {} for recipe in recipes}
+    for rank in ranks(second[0])(save_and_resume, second[1], recipes, str(tmp_path), STEPS):
+        for recipe in recipes:
+            weights[recipe] |= rank[recipe]
+    errors = {
+        recipe: max(
+            relative_difference(weights[recipe][name], value) for name, value in train_by_hand(recipe).items()
+        )
+        for recipe in recipes
+    }
+    assert {recipe: error for recipe, error in errors.items() if not error <= 1e-10} == {}
+
+
 # Negative controls
 
 
@@ -404,7 +462,7 @@ def places_at_the_begin() -> Any:
     def patch(original: Any) -> Any:
         return lambda parameter: tuple(slice(0, part.stop - part.start) for part in original(parameter))
 
-    return replaced(adafactor, "_place", patch)
+    return replaced(adafactor, "find_place", patch)
 
 
 @pytest.mark.processes

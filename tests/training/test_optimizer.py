@@ -9,11 +9,11 @@ from torch import nn
 import models
 from harness import relative_difference
 from paceline import Spec, events, train
-from paceline.errors import PlanError, SpecError, TaskError
+from paceline.errors import SpecError, TaskError
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.spec import Optimizer, Schedule
 from paceline.training.gradient_norm import GradientNorm, combine_norms
-from paceline.training.optimizer import check_elementwise, make_optimizer
+from paceline.training.optimizer import make_optimizer
 from paceline.training.schedule import check_schedule, compute_lr_factor
 from paceline.training.step import TrainingStep
 
@@ -154,16 +154,6 @@ def test_optimizer_gets_only_trained_parameters() -> None:
     model.requires_grad_(False)
     with pytest.raises(TaskError, match="no parameter to train"):
         make_optimizer(models.Frozen(), Optimizer(), ResolvedPlan(), model)
-
-
-def test_optimizer_that_needs_whole_weights_is_refused_on_shards() -> None:
-    optimizer = torch.optim.Adafactor([nn.Parameter(torch.ones(2, 2))])
-    with pytest.raises(
-        PlanError, match=r"Adafactor is not known to update each element independently; use ddp or zero1"
-    ):
-        check_elementwise(ResolvedPlan(zero=3, dp=2), optimizer)
-    check_elementwise(ResolvedPlan(zero=1, dp=2), optimizer)
-    check_elementwise(ResolvedPlan(zero=3, dp=2), torch.optim.SGD([nn.Parameter(torch.ones(2))]))
 
 
 def test_warmup_in_steps_or_epochs_is_converted_to_samples() -> None:

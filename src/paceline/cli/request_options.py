@@ -123,7 +123,8 @@ def build_request(
     schedule: Annotated[
         str | None,
         Option(
-            help="Learning rate schedule: constant, cosine, linear or step [default: constant]",
+            help="Learning rate schedule: constant, cosine, cosine-restarts, linear, polynomial, step, "
+            "milestones, one-cycle, wsd, inverse-sqrt, plateau or task [default: constant]",
             rich_help_panel=TRAINING,
         ),
     ] = None,

@@ -30,7 +30,7 @@ from paceline.run import RunFolder
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.checkpoint.save import Index, check_same_model, load_, read_index, verify_files
-from paceline.training.schedule import compute_lr_factor
+from paceline.training.schedule import compute_lr_factor, resolve_schedule
 from paceline.training.setup import PreparedTraining, TrainingData, build_training, open_data
 from paceline.training.step import TrainingStep
 from paceline.training.step_metrics import ControlFlags, StepMetrics, reduce_metrics_async
@@ -119,6 +119,11 @@ def replay(
     ):
         data = open_data(spec, task)
         total = spec.total_steps(data.samples)
+        if spec.schedule.name == "plateau":
+            raise RunError(
+                f"{run.path} has the schedule plateau, whose learning rate follows evaluations that a replay "
+                "does not repeat; replay a run with another schedule"
+            )
         if not 1 <= step <= total:
             raise RunError(f"{run.path} has steps 1 to {total}, got --step {step}; specify one of them")
         resolved = Plan(dp=1, microbatches=microbatches).resolve(1)
@@ -201,13 +206,13 @@ class _Replay:
         self.spec, self.data, self.prepared, self.table = spec, data, prepared, table
         self.part = RankBatchSlice(spec.batch, microbatches, 0, 1)
         self.total = spec.total_steps(data.samples)
-        self.schedule = spec.schedule.in_samples(spec.batch, data.samples)
+        self.schedule = resolve_schedule(spec, task, data.samples)
         update = prepared.update
         assert isinstance(update, TrainingStep | UpdateSequence)
         self.update = update
-        self.tasks = [task]
+        self.task, self.tasks = task, [task]
         if isinstance(update, UpdateSequence):
-            update.set_length(spec.batch, data.samples, self.total * spec.batch)
+            update.set_length(task, spec.batch, data.samples, self.total * spec.batch)
             self.tasks = [of_pass.steps[0].task for of_pass in update.passes]
 
     def run(
@@ -263,7 +268,9 @@ class _Replay:
         )
 
     def _lr_factor(self, done: int) -> float:
-        return compute_lr_factor(self.schedule, done * self.spec.batch, self.total * self.spec.batch)
+        return compute_lr_factor(
+            self.schedule, done * self.spec.batch, self.total * self.spec.batch, self.task
+        )
 
     def _observe(self, gradients: list[ModuleGradient]) -> Callable[[str, int], None]:
         def observe(what: str, step: int) -> None:

@@ -18,6 +18,8 @@ WORKERS_CORES = 0.5  # of the cores, which workers use
 
 _NO_FACTS = Missing("the run was started by a version that did not record the machine")
 
+WITHOUT_FLOOR = ("constant", "step", "milestones", "inverse-sqrt", "task")
+
 
 def check_precision(facts: RunFacts) -> Outcome:
     """A precision in which the device cannot compute, so that it converts values back and forth."""
@@ -67,11 +69,11 @@ def _find_ineffective(spec: Spec, facts: RunFacts) -> list[tuple[str, str, str]]
         elif capability is not None and capability < TF32_CAPABILITY:
             found.append(("--tf32", f"{_device(facts)} has no TF32", "--precision fp16"))
     schedule = spec.schedule
-    if schedule.floor and schedule.name in ("constant", "step"):
+    if schedule.floor and schedule.name in WITHOUT_FLOOR:
         found.append(
             (
                 f"schedule.floor={schedule.floor:g}",
-                f"it applies to cosine and linear, and the schedule is {schedule.name}",
+                f"it is the end of schedules such as cosine, and the schedule is {schedule.name}",
                 "--schedule cosine",
             )
         )

@@ -14,6 +14,7 @@ from paceline.events import Event, Failed, Saved
 from paceline.run import RunFolder
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_identity
+from paceline.training.plateau import PlateauState
 from paceline.training.resume import resume
 from paceline.training.setup import PreparedTraining, RankContext
 from paceline.training.stop_policy import StopState, read_score
@@ -91,10 +92,16 @@ class CheckpointPolicy:
         self.best = score
         return self.saver is not None
 
-    def save(self, step: int, metrics: Mapping[str, float], stop: StopState | None = None) -> Iterator[Event]:
+    def save(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        stop: StopState | None = None,
+        plateau: PlateauState | None = None,
+    ) -> Iterator[Event]:
         """Start to save the state after `step` steps, once the save before is done.
 
-        metrics: of this step. stop: of the evaluations so far.
+        metrics: of this step. stop, plateau: of the evaluations so far.
         """
         assert self.saver is not None
         yield from self.report(wait=True)
@@ -114,6 +121,7 @@ class CheckpointPolicy:
             loss_scale=dataclasses.asdict(loss_scale) if loss_scale is not None else None,
             metrics=metrics,
             stop=stop if self.spec.stop.is_active else None,
+            plateau=plateau,
             identity=describe_identity(self.spec, context.task, prepared.modules, prepared.optimizers),
             **checkpoint.describe_model(prepared.model),
         )
@@ -150,7 +158,12 @@ class CheckpointPolicy:
         )
 
     def finish(
-        self, step: int, total: int, metrics: Mapping[str, float], stop: StopState | None = None
+        self,
+        step: int,
+        total: int,
+        metrics: Mapping[str, float],
+        stop: StopState | None = None,
+        plateau: PlateauState | None = None,
     ) -> Iterator[Event]:
         """Save the last of `total` steps that was done, if it is not saved, and wait for it.
 
@@ -159,7 +172,7 @@ class CheckpointPolicy:
         if self.saver is None:
             return
         if self._saved_step != step:
-            yield from self.save(step, metrics, stop)
+            yield from self.save(step, metrics, stop, plateau)
         yield from self.report(wait=True)
         self.saver.close()
         if self._failure is not None:

@@ -46,10 +46,11 @@ from paceline.training.first_loss import FirstLossCheck
 from paceline.training.histograms.recorder import HistogramRecorder, check_histograms
 from paceline.training.initial_weights import check_initial_weights_once
 from paceline.training.model_analysis import analyze_model, build_meta_model
+from paceline.training.plateau import PlateauState, add_evaluation, check_plateau, plateau_metric
 from paceline.training.profiling.profiler import StepProfiler
 from paceline.training.rank_checks import check_ranks
 from paceline.training.read_updates import read_updates
-from paceline.training.schedule import check_schedule, compute_lr_factor
+from paceline.training.schedule import check_schedule, compute_lr_factor, resolve_schedule
 from paceline.training.setup import (
     PreparedTraining,
     RankContext,
@@ -67,6 +68,8 @@ from paceline.training.tracing.step_tracer import StepTracer, check_traced_steps
 from paceline.training.update_sequence import UpdateSequence
 from paceline.training.weight_operations import read_operations
 from paceline.units import parse_duration_s
+
+MAX_SKIPPED = 10  # steps in a row whose update on_nan=skip skips
 
 
 def train(
@@ -148,13 +151,14 @@ def train(
         micro_batch_size(spec.batch, resolved)
         data = open_data(spec, task, resolved)
         check_stop(spec, data.evaluated.keys())
+        check_plateau(spec, data.evaluated.keys())
         notes = (*notes, *check_ranks(task, world, data.lengths))
         notes = (*notes, *check_sample_count(data.samples, resolved, spec.batch))
         check_traced_steps(spec, resolved, spec.total_steps(data.samples))
         notes = (*notes, *check_histograms(spec, resolved))
         clock.mark("data")
         if resolved.servers is not None:
-            read_operations(task, resolved)
+            read_operations(task, resolved, spec.optimizer)
             check_global_loss(task, resolved)
             check_auxiliary_loss(task, resolved)
             read_updates(task, resolved)
@@ -245,12 +249,12 @@ class TrainingLoop:
         self.data, self.prepared, self.update = data, prepared, prepared.update
         self.heartbeat = heartbeat
         self.total = spec.total_steps(data.samples)
-        self.schedule = spec.schedule.in_samples(spec.batch, data.samples)
-        check_schedule(self.schedule, self.total * spec.batch)
+        self.schedule = resolve_schedule(spec, context.task, data.samples)
+        check_schedule(self.schedule, self.total * spec.batch, context.task)
         prepared.step.on_phase = heartbeat.enter
         if isinstance(self.update, UpdateSequence):
             self.update.set_phases(heartbeat.enter)
-            self.update.set_length(spec.batch, data.samples, self.total * spec.batch)
+            self.update.set_length(context.task, spec.batch, data.samples, self.total * spec.batch)
         self.batch_slice = context.batch_slice
         divides_batch = self.batch_slice.ranks * self.batch_slice.microbatches > 1
         self.workers = workers_per_rank(world.local_size, context.device, spec.data.workers)
@@ -268,8 +272,12 @@ class TrainingLoop:
             self.first_losses.setdefault(done, []).append(step.on_first_loss)
         self.metrics = MetricsReducer(world.size, context.device)
         self.last_loss: float | None = None
+        self.skipped = 0  # steps in a row whose gradient was not finite
         resumed = self.checkpoints.resumed
         self.stopping = StopPolicy(spec, world.rank, stop, context.deadline, resumed.stop, resumed.metrics)
+        self.plateau = resumed.plateau
+        if self.plateau is None and spec.schedule.name == "plateau":
+            self.plateau = PlateauState(plateau_metric(spec))
         self.profiler = StepProfiler(
             spec.profile, self.first, self.total, prepared, context.plan, world, context.device
         )
@@ -307,7 +315,7 @@ class TrainingLoop:
         ):
             yield from self._run_steps(source)
         yield from self.checkpoints.finish(
-            self.step, self.total, self.evaluator.metrics_at(self.step), self.stopping.state
+            self.step, self.total, self.evaluator.metrics_at(self.step), self.stopping.state, self.plateau
         )
         if self.prepared.local is not None:
             self.prepared.local.average_()
@@ -387,8 +395,10 @@ class TrainingLoop:
         elif is_first and isinstance(self.update, UpdateSequence):
             self.update.warm_up(micro_batches[0], self.step)
         lr_factor = compute_lr_factor(
-            self.schedule, self.step * self.spec.batch, self.total * self.spec.batch
+            self.schedule, self.step * self.spec.batch, self.total * self.spec.batch, self.context.task
         )
+        if self.plateau is not None:
+            lr_factor *= self.plateau.factor
         stats = self.update(micro_batches, self.step, lr_factor)
         for check in self.first_losses.pop(self.step, ()):
             check.finish()
@@ -476,7 +486,18 @@ class TrainingLoop:
     def _report(self, steps: list[tuple[LaunchedStep, StepMetrics]]) -> Iterator[Event]:
         """Yield the events of these steps. Raises DivergedError."""
         for launched, metrics in steps:
-            skips_overflows = self.update.loss_scale is not None
+            skips_overflows = self.update.loss_scale is not None or self.spec.optimizer.on_nan == "skip"
+            if self.spec.optimizer.on_nan == "skip" and not (
+                math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)
+            ):
+                self.skipped += 1
+                if self.skipped <= MAX_SKIPPED:
+                    yield _describe_skipped(launched.step, metrics)
+                    if math.isfinite(metrics.loss):
+                        yield launched.event(metrics, self.spec.batch)
+                    continue
+            else:
+                self.skipped = 0
             if not math.isfinite(metrics.loss) or not (math.isfinite(metrics.grad_norm) or skips_overflows):
                 yield from self.checkpoints.report(wait=True)  # the user can go back to it
                 raise _diverged_error(launched.step, metrics, self.last_loss, self.context.run)
@@ -499,16 +520,28 @@ class TrainingLoop:
             return False
         yield evaluated
         self.stopping.evaluated(self.step, evaluated.metrics)
+        if self.plateau is not None:
+            self.plateau = add_evaluation(self.spec.schedule, self.plateau, evaluated.metrics)
         return self.checkpoints.is_new_best(evaluated.metrics)
 
     def _save(self) -> Iterator[Event]:
-        yield from self.checkpoints.save(self.step, self.evaluator.metrics_at(self.step), self.stopping.state)
+        metrics = self.evaluator.metrics_at(self.step)
+        yield from self.checkpoints.save(self.step, metrics, self.stopping.state, self.plateau)
 
     def _set_timeout(self, seconds: float) -> None:
         """Limit how long ranks wait for each other, except in saves: these wait for the slowest disk."""
         self.heartbeat.patience_s = seconds
         if self.world.size > 1:
             set_collective_timeout(seconds, exclude=self.checkpoints.group)
+
+
+def _describe_skipped(step: int, metrics: StepMetrics) -> Noted:
+    what = (
+        f"the loss is {metrics.loss}"
+        if not math.isfinite(metrics.loss)
+        else f"the norm of the gradient is {metrics.grad_norm}"
+    )
+    return Noted(step=step, message=f"step {step}: {what}, so the update is skipped (optimizer.on_nan=skip)")
 
 
 def _diverged_error(

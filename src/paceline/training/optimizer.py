@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from paceline.distributed.balance import balance_by_size
 from paceline.distributed.dtensor import is_dtensor, is_materialized, local_tensor
-from paceline.errors import PlanError, TaskError
+from paceline.errors import TaskError
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer
 from paceline.task import Task
+from paceline.training.optimizer_trial import check_independence
 from paceline.training.optimizers.build import build_optimizer
-from paceline.training.optimizers.whole_tensor import WholeTensorOptimizer
 from paceline.training.sparse_gradients import check_sparse_support, find_sparse_parameters
 from paceline.user_code import UserCode
 
@@ -38,11 +38,13 @@ def make_optimizer(
     model: nn.Module,
     report: OptimizerReport | None = None,
     names: Container[str] | None = None,
+    lr_factor: float = 1.0,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that the task defines, else the one that the spec names.
 
     Under zero=1 its state is sharded over the data ranks. `report`: is filled in. names: of its parameters;
-    None: all that are trained. Raises TaskError if the task's optimizer cannot train the model.
+    None: all that are trained. lr_factor: on the learning rates of the task's optimizer. Raises TaskError if
+    the task's optimizer cannot train the model.
     """
     params = [
         (name, parameter)
@@ -58,11 +60,20 @@ def make_optimizer(
         optimizer = task.optimizer(params)
     if optimizer is None:
         notes = report.notes if report is not None else []
-        optimizer = build_optimizer(spec, model, dict(params), dense=not sparse, notes=notes)
+        trained = [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and (names is None or name in names)
+        ]
+        optimizer = build_optimizer(spec, model, trained, dict(params), dense=not sparse, notes=notes)
+        if report is not None:
+            _report_groups(optimizer, report)
     elif not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(f"optimizer() must return a torch optimizer or None, got {type(optimizer).__name__}")
     else:
         _check_task_optimizer(optimizer, {id(parameter) for _, parameter in params})
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * lr_factor
         if report is not None:
             report.notes += _ineffective_options(spec, optimizer)
             _report_groups(optimizer, report)
@@ -71,7 +82,11 @@ def make_optimizer(
 
 
 def shard_state(optimizer: torch.optim.Optimizer, plan: ResolvedPlan) -> torch.optim.Optimizer:
-    """Return an optimizer like this one, whose state is sharded over the data ranks under zero=1."""
+    """Return an optimizer like this one, whose state is sharded over the data ranks under zero=1.
+
+    Raises PlanError if the optimizer computes another update under this plan.
+    """
+    check_independence(optimizer, plan)
     if plan.zero == 1 and plan.data_ranks > 1 and not plan.splits_model:
         optimizer = _shard_with_torch(optimizer)
     _split_groups_by_mesh(optimizer)
@@ -218,19 +233,3 @@ def _shard_by_parameter(optimizer: torch.optim.Optimizer) -> None:
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that holds the state of this rank: the inner one of a ZeroRedundancyOptimizer."""
     return getattr(optimizer, "optim", optimizer)
-
-
-def check_elementwise(plan: ResolvedPlan, optimizer: torch.optim.Optimizer) -> None:
-    """Raise PlanError for sharded weights if the optimizer may not update each element independently."""
-    if not plan.zero >= 2 or plan.data_ranks == 1 or isinstance(optimizer, WholeTensorOptimizer):
-        return
-    if type(optimizer).__name__ not in ELEMENTWISE:
-        raise PlanError(
-            f"plan {plan} shards the weights, but {type(optimizer).__name__} is not known to update each "
-            f"element independently; use ddp or zero1, or one of {', '.join(sorted(ELEMENTWISE))}"
-        )
-
-
-ELEMENTWISE = frozenset(
-    {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"}
-)

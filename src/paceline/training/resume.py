@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from paceline.errors import CheckpointError
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_changes, describe_identity
+from paceline.training.plateau import PlateauState, plateau_metric
 from paceline.training.setup import PreparedTraining, RankContext
 from paceline.training.stop_policy import StopState, get_metric
 
@@ -20,6 +21,7 @@ class ResumedState:
     evaluated: bool = True  # whether the checkpoint has the metrics of an evaluation
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the checkpoint's step
     stop: StopState | None = None  # of the evaluations before
+    plateau: PlateauState | None = None  # of the schedule plateau
 
 
 def resume(context: RankContext, prepared: PreparedTraining, samples: int) -> ResumedState:
@@ -72,5 +74,14 @@ def resume(context: RankContext, prepared: PreparedTraining, samples: int) -> Re
         notes.append(
             f"stop.patience counts evaluations from step {index.step} on: {path} has no count for {metric}"
         )
+    plateau = index.plateau if spec.schedule.name == "plateau" else None
+    if spec.schedule.name == "plateau" and (plateau is None or plateau.metric != plateau_metric(spec)):
+        plateau = None
+        notes.append(
+            f"schedule plateau starts at step {index.step}: {path} has no evaluations of "
+            f"{plateau_metric(spec)}"
+        )
     best = checkpoint.read_best_score(run, spec.save.best)
-    return ResumedState(index.step, best, tuple(notes), bool(index.metrics), index.metrics, index.stop)
+    return ResumedState(
+        index.step, best, tuple(notes), bool(index.metrics), index.metrics, index.stop, plateau
+    )

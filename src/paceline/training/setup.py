@@ -48,8 +48,10 @@ from paceline.parallel.reduced_buffers import (
 )
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.run import RunFolder
-from paceline.spec import Spec
+from paceline.spec import Optimizer, Spec
 from paceline.task import Task, read_layout
+from paceline.training.adaptive_clipping import AdaptiveClipping
+from paceline.training.batch_scaling import describe_scaling, lr_scale_factor, scale_optimizer
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_modules
 from paceline.training.init.deferred_init import fill_
@@ -57,7 +59,8 @@ from paceline.training.init.named_tensors import named_tensors
 from paceline.training.init.pretrained import PretrainedWeights
 from paceline.training.local_sgd import LocalSgd, build_local_sgd
 from paceline.training.model_analysis import ModelAnalysis, analyze_model, find_pretrained
-from paceline.training.optimizer import OptimizerReport, check_elementwise, make_optimizer
+from paceline.training.optimizer import OptimizerReport, make_optimizer
+from paceline.training.optimizers.param_groups import select_names
 from paceline.training.read_updates import assign_parameters, task_of
 from paceline.training.sparse_gradients import coalesce_, find_sparse_parameters
 from paceline.training.step import TrainingStep
@@ -277,11 +280,24 @@ def build_training(
         called = unwrap(called)  # each pass has its own wrapper
     optimizer_report = OptimizerReport()
     optimizers = [
-        make_optimizer(task, update.optimizer or spec.optimizer, plan, model, names=names[update.name])
+        make_optimizer(
+            task,
+            scale_optimizer(spec, update.optimizer or spec.optimizer),
+            plan,
+            model,
+            names=names[update.name],
+        )
         for update in updates
-    ] or [make_optimizer(task, spec.optimizer, plan, model, optimizer_report)]
-    for optimizer in optimizers:
-        check_elementwise(plan, optimizer)
+    ] or [
+        make_optimizer(
+            task,
+            scale_optimizer(spec, spec.optimizer),
+            plan,
+            model,
+            optimizer_report,
+            lr_factor=lr_scale_factor(spec),
+        )
+    ]
     named = {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -309,7 +325,9 @@ def build_training(
     if analysis.units is not None and pipeline is None and not spec.compile:
         step.inner = InnerGradients(model, reshards=plan.zero == 3)
     step.after_backward += _build_gradient_hooks(model, step, mesh, analysis)
-    operations = WeightOperations(read_operations(task, plan), model, plan)
+    if not updates:
+        _set_limits(step, spec.optimizer, model)
+    operations = WeightOperations(read_operations(task, plan, spec.optimizer), model, plan)
     local = build_local_sgd(model, step, plan)
     has_local_statistics = has_statistics and spec.batch_norm == "local" and local is None
     if has_local_statistics:
@@ -337,6 +355,7 @@ def build_training(
         *(pretrained.notes if pretrained is not None else ()),
         *(splits.notes if splits is not None else ()),
         *loss_notes,
+        *describe_scaling(spec),
         *optimizer_report.notes,
         *(local.notes() if local is not None else ()),
         *((LOCAL_BATCH_NORM,) if has_local_statistics else ()),
@@ -352,6 +371,19 @@ def build_training(
         lr_group=f"update {updates[0].name}" if len(updates) > 1 else optimizer_report.lr_group,
         operations=operations,
         comparison=_build_buffer_comparison(plan, model, reductions, pipeline, device),
+    )
+
+
+def _set_limits(step: TrainingStep, optimizer: Optimizer, model: nn.Module) -> None:
+    """Let a step limit elements and rows of gradients, and skip gradients that are not finite."""
+    step.clip_value, step.skips_nan = optimizer.clip_value, optimizer.on_nan == "skip"
+    if optimizer.agc is None:
+        return
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    excluded = select_names(optimizer.no_agc or "", model, names, "optimizer.no_agc")
+    clipped = {parameter for name, parameter in model.named_parameters() if name not in excluded}
+    step.agc = AdaptiveClipping(
+        [parameter for parameter in step.params if parameter in clipped], optimizer.agc
     )
 
 
@@ -414,6 +446,8 @@ def _build_updates(
         )
         for update, optimizer in zip(updates, optimizers, strict=True)
     }
+    for update in updates:
+        _set_limits(steps[update.name], update.optimizer or spec.optimizer, model)
     together = [update for update in updates if update.loss is None]
     passes = []
     for update in updates:

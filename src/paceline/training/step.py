@@ -40,7 +40,8 @@ from paceline.parallel.reduced_buffers import BufferReducer
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.sample_rng import number_samples
 from paceline.task import Task
-from paceline.training.gradient_norm import GradientNorm, combine_norms, scale_
+from paceline.training.adaptive_clipping import AdaptiveClipping
+from paceline.training.gradient_norm import GradientNorm, combine_norms, local_gradients, scale_
 from paceline.training.optimizer_step import OptimizerStep
 from paceline.training.step_metrics import LocalStepStats
 from paceline.user_code import UserCode
@@ -102,6 +103,9 @@ class TrainingStep:
     auxiliary: AuxiliaryLoss | None = None  # besides losses by item
     inner: InnerGradients | None = None  # of tasks that differentiate, under `fully_shard`
     is_local: bool = False  # whether the loss is the mean over the items of this rank only (local SGD)
+    clip_value: float | None = None  # largest element of the gradient
+    agc: AdaptiveClipping | None = None
+    skips_nan: bool = False  # whether an update is skipped if the gradient is not finite
     name: str = ""  # of the update of `Task.updates`, if the task has any
     # Tasks of other updates by name, whose losses evaluations compute too.
     other_updates: Mapping[str, Task] = field(default_factory=dict)
@@ -374,8 +378,9 @@ class TrainingStep:
         norm: Tensor | list[Tensor]
         for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = lr * lr_factor
-        if self.clip is None and self.loss_scale is None:
+        if self.clip is None and self.loss_scale is None and not self.skips_nan:
             norm = self.norm.local_norms()
+            self._limit_gradients()
             self._step()
         else:
             whole = self.norm.global_norm()
@@ -384,9 +389,14 @@ class TrainingStep:
                 by = by / self.loss_scale.scale
             if self.clip is not None:
                 by = by * (self.clip / (whole * by + 1e-6)).clamp(max=1.0)
-            finite = self.loss_scale is None or self.loss_scale.is_finite(whole)
+            finite = True
+            if self.loss_scale is not None:
+                finite = self.loss_scale.is_finite(whole)
+            elif self.skips_nan:
+                finite = bool(whole.isfinite())
             if finite:
                 scale_(self.params, by)
+                self._limit_gradients()
                 self._step()
             norm = []
             if self.is_local or self.place == MeshCoordinate(0, 0, 0, 0):
@@ -396,6 +406,14 @@ class TrainingStep:
         for parameter in self.params:
             parameter.grad = None
         return norm
+
+    def _limit_gradients(self) -> None:
+        """Limit elements, and then rows relative to their weights."""
+        if self.clip_value is not None and (grads := local_gradients(self.params)):
+            torch._foreach_clamp_min_(grads, -self.clip_value)
+            torch._foreach_clamp_max_(grads, self.clip_value)
+        if self.agc is not None:
+            self.agc()
 
     def _step(self) -> None:
         with UserCode("the step of the optimizer", self.task.optimizer):

@@ -12,11 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.data.loader import Batch
 from paceline.distributed.rng import derive_seed
 from paceline.doctor.heartbeat import UPDATE
+from paceline.errors import SpecError
 from paceline.parallel.ddp import release, replicate
 from paceline.spec import Schedule
+from paceline.task import Task
 from paceline.training.ddp_warmup import warm_up_ddp
 from paceline.training.gradient_norm import combine_norms
-from paceline.training.schedule import check_schedule, compute_lr_factor
+from paceline.training.schedule import check_schedule, compute_lr_factor, tokens_per_sample
 from paceline.training.step import LossScale, TrainingStep
 from paceline.training.step_metrics import LocalStepStats
 from paceline.updates import Update
@@ -91,6 +93,7 @@ class UpdateSequence:
     seed: int
     device: torch.device
     is_sharded: bool  # by `fully_shard`
+    task: Task | None = None
     batch: int = 0
     samples: int = 0  # of the training
     schedules: Mapping[str, Schedule] = field(default_factory=dict)  # of updates that have one, in samples
@@ -144,19 +147,24 @@ class UpdateSequence:
         for step in self.steps:
             step.on_phase = on_phase
 
-    def set_length(self, batch: int, epoch_samples: int, total_samples: int) -> None:
-        """Resolve the schedules of the updates. Raises SpecError.
+    def set_length(self, task: Task, batch: int, epoch_samples: int, total_samples: int) -> None:
+        """Resolve the schedules of the updates. Raises SpecError and TaskError.
 
         batch: samples of a step. total_samples: of the training.
         """
-        self.batch, self.samples = batch, total_samples
+        self.task, self.batch, self.samples = task, batch, total_samples
         self.schedules = {
-            update.name: update.schedule.in_samples(batch, epoch_samples)
+            update.name: update.schedule.in_samples(batch, epoch_samples, tokens_per_sample(task))
             for update in self._updates
             if update.schedule is not None
         }
-        for schedule in self.schedules.values():
-            check_schedule(schedule, total_samples)
+        for name, schedule in self.schedules.items():
+            check_schedule(schedule, total_samples, task)
+            if schedule.name == "plateau":
+                raise SpecError(
+                    f"Update {name} has the schedule plateau, which follows the metric of a whole training; "
+                    "set it in the request, with --schedule plateau"
+                )
 
     def replicate(self) -> None:
         """Let torch's DDP average the gradients of each pass. A collective."""
@@ -273,7 +281,7 @@ class UpdateSequence:
     def _lr_factor(self, update: Update, step: int, lr_factor: float) -> float:
         schedule = self.schedules.get(update.name)
         return (
-            compute_lr_factor(schedule, step * self.batch, self.samples)
+            compute_lr_factor(schedule, step * self.batch, self.samples, self.task)
             if schedule is not None
             else lr_factor
         )

@@ -9,21 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.after_step import Clamp, CopyTo, Ema, Normalize, Polyak, StepOperation
+from paceline.after_step import Clamp, CopyTo, Ema, Normalize, Polyak, StepOperation, Swa
 from paceline.distributed.dtensor import is_dtensor, is_materialized, local_tensor
-from paceline.errors import PlanError, TaskError
+from paceline.errors import PlanError, SpecError, TaskError
 from paceline.plan.plan import ResolvedPlan
-from paceline.spec import abbreviate
+from paceline.spec import Optimizer, abbreviate
 from paceline.task import Task
 from paceline.training.checkpoint.save import AVERAGES
 from paceline.training.init.named_tensors import named_tensors
 from paceline.user_code import UserCode
 
 
-def read_operations(task: Task, plan: ResolvedPlan) -> tuple[StepOperation, ...]:
-    """Return the operations that the task declares.
+def read_operations(
+    task: Task, plan: ResolvedPlan, optimizer: Optimizer | None = None
+) -> tuple[StepOperation, ...]:
+    """Return the operations that the task declares, and the average that the request has.
 
-    Raises TaskError, and PlanError for a plan that makes other updates than one process.
+    Raises TaskError, SpecError for two averages, and PlanError for a plan that makes other updates than one
+    process.
     """
     with UserCode("after_step()", task.after_step):
         returned = task.after_step()
@@ -38,14 +41,36 @@ def read_operations(task: Task, plan: ResolvedPlan) -> tuple[StepOperation, ...]
                 "after_step() must return operations of paceline.after_step, such as Ema, got "
                 f"{type(operation).__name__}"
             )
-    if sum(isinstance(operation, Ema) for operation in operations) > 1:
-        raise TaskError("after_step() returned two Ema; return one, whose pattern matches all averaged names")
+    averages = [operation for operation in operations if isinstance(operation, AVERAGED)]
+    if len(averages) > 1:
+        raise TaskError(
+            f"after_step() returned two {type(averages[1]).__name__}; return one, whose pattern matches all "
+            "averaged names"
+        )
+    requested = _read_average(optimizer) if optimizer is not None else None
+    if requested is not None:
+        if averages:
+            raise SpecError(
+                f"optimizer.{type(requested).__name__.lower()} requests an average of the weights, but "
+                f"after_step() of {type(task).__name__} returns one; leave one out"
+            )
+        operations = (*operations, requested)
     if operations and plan.is_asynchronous:
         raise PlanError(
             f"plan {plan}: after_step() needs the weights of one process after each step; use single, ddp or "
             "zero1 to zero3"
         )
     return tuple(operations)
+
+
+def _read_average(optimizer: Optimizer) -> Ema | Swa | None:
+    """Return the average that the request has."""
+    if optimizer.ema is not None:
+        return Ema(optimizer.ema)
+    return Swa(optimizer.swa, every=optimizer.swa_every or 1) if optimizer.swa is not None else None
+
+
+AVERAGED = (Ema, Swa)
 
 
 class WeightOperations:
@@ -83,11 +108,14 @@ class WeightOperations:
     def __call__(self, step: int) -> None:
         """Apply the operations that are due. `step`: steps done."""
         for operation in self.operations:
-            if step % getattr(operation, "every", 1):
+            if (step - getattr(operation, "start", 0)) % getattr(operation, "every", 1):
                 continue
             match operation:
                 case Ema():
                     self._update_average(operation, step // operation.every - 1)
+                case Swa():
+                    taken = max(0, step - operation.start) // operation.every
+                    self._move_average(1 - taken / (taken + 1) if step > operation.start else 1.0)
                 case Polyak() | CopyTo():
                     tau = operation.tau if isinstance(operation, Polyak) else 1.0
                     for source, target in self._pairs[operation]:
@@ -101,9 +129,14 @@ class WeightOperations:
 
     def _update_average(self, ema: Ema, updates: int) -> None:
         decay = min(ema.decay, (1 + updates) / (10 + updates)) if ema.warmup else ema.decay
+        self._move_average(1 - decay)
+
+    def _move_average(self, share: float) -> None:
+        """Move the averages by a share towards the weights."""
+        assert self._ema is not None
         averages = [local_tensor(average) for average in self.averages.values()]
-        weights = [local_tensor(parameter.detach()) for parameter in self._params[ema]]
-        torch._foreach_lerp_(averages, weights, 1 - decay)
+        weights = [local_tensor(parameter.detach()) for parameter in self._params[self._ema]]
+        torch._foreach_lerp_(averages, weights, share)
 
     def state(self, elsewhere: Container[str] = ()) -> dict[str, Tensor]:
         """Return the averages by names in a checkpoint. elsewhere: names that another stage writes."""
@@ -155,8 +188,8 @@ def find_averaged_share(operations: Sequence[StepOperation], model: nn.Module) -
     return sum(param.numel() for param in averaged) / sum(param.numel() for param in model.parameters())
 
 
-def _find_ema(operations: Sequence[StepOperation]) -> Ema | None:
-    return next((operation for operation in operations if isinstance(operation, Ema)), None)
+def _find_ema(operations: Sequence[StepOperation]) -> Ema | Swa | None:
+    return next((operation for operation in operations if isinstance(operation, AVERAGED)), None)
 
 
 def _find_params(model: nn.Module, operation: Any) -> dict[str, nn.Parameter]:

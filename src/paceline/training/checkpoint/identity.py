@@ -9,13 +9,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from paceline.optimizer_options import OPTIMIZERS
 from paceline.plan.plan import ResolvedPlan
-from paceline.spec import Spec
+from paceline.spec import DEFAULT_EPOCHS, Optimizer, Spec
 from paceline.task import AFTERWARDS, METHODS, Task, field_values
 from paceline.training.optimizer import local_optimizer
 from paceline.training.read_updates import read_updates
+from paceline.training.schedule import depends_on_length
 
 MODULES, CODE = "modules of the model", "code of "
+
+# Keys of the optimizer besides the options that only some have.
+OPTIMIZER_KEYS = [key for key in Optimizer.model_fields if not any(key in own for own in OPTIMIZERS.values())]
 
 
 def describe_modules(model: nn.Module) -> str:
@@ -40,9 +45,14 @@ def describe_identity(
     """
     identity = {name: repr(getattr(spec, name)) for name in ("precision", "tf32", "batch_norm")}
     optimizer = spec.optimizer
-    options = {key: getattr(optimizer, key) for key in ("name", "lr", "weight_decay", "clip")}
+    options = {key: getattr(optimizer, key) for key in OPTIMIZER_KEYS}
     identity |= {f"optimizer.{key}": repr(value) for key, value in (options | optimizer.options).items()}
     identity |= {f"schedule.{key}": repr(value) for key, value in spec.schedule}
+    if depends_on_length(spec.schedule):
+        length = (
+            f"{spec.steps} steps" if spec.steps is not None else f"{spec.epochs or DEFAULT_EPOCHS:g} epochs"
+        )
+        identity["length of the schedule"] = length
     identity |= {f"field {name}": repr(value)[:200] for name, value in field_values(task).items()}
     kinds = [type(local_optimizer(optimizer)).__name__ for optimizer in optimizers]
     identity |= {"optimizer": ", ".join(kinds), MODULES: modules, **_describe_updates(task)}

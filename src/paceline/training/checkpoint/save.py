@@ -41,6 +41,7 @@ from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
 from paceline.training.init.named_tensors import find_aliases, named_tensors
 from paceline.training.optimizer import local_optimizer
+from paceline.training.plateau import PlateauState
 from paceline.training.stop_policy import StopState
 
 INDEX = "checkpoint.json"
@@ -65,6 +66,7 @@ class Index:
     loss_scale: Mapping[str, float] | None = None  # of fp16
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation
     stop: StopState | None = None  # if a metric may end the training
+    plateau: PlateauState | None = None  # of the schedule plateau
     identity: Mapping[str, str] = field(default_factory=dict)  # as by describe_identity
     files: Mapping[str, list[int]] = field(default_factory=dict)  # name -> [bytes, CRC-32]
 

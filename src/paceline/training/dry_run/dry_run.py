@@ -148,6 +148,9 @@ def _count_step(training: PreparedTraining, plan: ResolvedPlan, microbatches: li
     assert isinstance(update, TrainingStep | UpdateSequence)
     if update.loss_scale is not None:
         update.loss_scale = _NoOverflow()
+    for step in update.steps if isinstance(update, UpdateSequence) else [update]:
+        if step.skips_nan:  # without values, every gradient counts as finite
+            step.loss_scale, step.skips_nan = _NoOverflow(), False
     passes: list[tuple[str, TrainingStep, contextlib.AbstractContextManager[None]]] = (
         [(of_pass.losses_name, of_pass.steps[0], of_pass.frozen_others()) for of_pass in update.passes]
         if isinstance(update, UpdateSequence)

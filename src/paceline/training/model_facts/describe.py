@@ -51,7 +51,7 @@ def describe(spec: Spec, task: Task | None = None) -> ModelFacts:
         )
     batch = example_batch(spec.model_copy(update={"batch": SAMPLES}), task, ResolvedPlan())
     model = build_meta_model(spec, task).model
-    averaged = find_averaged_share(read_operations(task, ResolvedPlan()), model)
+    averaged = find_averaged_share(read_operations(task, ResolvedPlan(), spec.optimizer), model)
     return replace(describe_model(model, task, batch, SAMPLES), averaged=averaged)
 
 

@@ -11,6 +11,7 @@ from paceline.training.optimizers.whole_tensor import (
     GroupTensors,
     Rounds,
     WholeTensorOptimizer,
+    find_place,
     squares,
 )
 
@@ -52,7 +53,7 @@ class Adafactor(WholeTensorOptimizer):
     def _update(self, tensors: GroupTensors) -> Rounds:
         options, lr = tensors.options, tensors.options["lr"]
         steps = tensors.count_steps()
-        places = [_place(parameter) for parameter in tensors.params]
+        places = [find_place(parameter) for parameter in tensors.params]
         of_weights = squares(tensors.weights)
         sums = yield [
             torch.cat([square, *_row_and_column_sums(parameter, grad, place)])
@@ -109,18 +110,6 @@ class Adafactor(WholeTensorOptimizer):
 def _factor_shapes(parameter: Tensor) -> tuple[torch.Size, torch.Size]:
     """Return the shapes of the means of rows and of columns."""
     return parameter.shape[:-1], torch.Size((*parameter.shape[:-2], parameter.shape[-1]))
-
-
-def _place(parameter: Any) -> tuple[slice, ...]:
-    """Return the indices in the whole tensor of the part on this rank."""
-    if not is_dtensor(parameter):
-        return tuple(slice(0, size) for size in parameter.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def _row_and_column_sums(parameter: Tensor, grad: Tensor, place: tuple[slice, ...]) -> list[Tensor]:

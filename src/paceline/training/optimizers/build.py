@@ -1,6 +1,6 @@
 """Builds the optimizer that a request names."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from paceline.training.optimizers.lars import Lars
 from paceline.training.optimizers.lion import Lion
 from paceline.training.optimizers.muon_groups import build_muon
 from paceline.training.optimizers.novograd import NovoGrad
+from paceline.training.optimizers.param_groups import assign_options, merge_groups
 from paceline.training.optimizers.rprop import Rprop
 
 CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
@@ -40,15 +41,21 @@ FUSED_ON_DTENSORS = {"adamw", "adam"}  # torch 2.13: the others do not support D
 
 
 def build_optimizer(
-    spec: Optimizer, model: nn.Module, params: Mapping[str, nn.Parameter], dense: bool, notes: list[str]
+    spec: Optimizer,
+    model: nn.Module,
+    names: Collection[str],
+    params: Mapping[str, nn.Parameter],
+    dense: bool,
+    notes: list[str],
 ) -> torch.optim.Optimizer:
     """Return the optimizer that `spec` names.
 
-    params: what it trains on this rank, by name in `model`. dense: whether no gradient is sparse. notes: for
-    the user; are added. Raises SpecError for patterns that match nothing.
+    names: of what it trains on all ranks. params: on this rank, by name in `model`. dense: whether no
+    gradient is sparse. notes: for the user; are added. Raises SpecError for patterns that match nothing.
     """
+    own = assign_options(spec, model, names)
     if spec.name == "muon":
-        return build_muon(spec, model, params, notes)
+        return build_muon(spec, model, params, own, notes)
     options: dict[str, Any] = {"lr": spec.lr, **spec.options}
     if spec.name != "rprop":
         options["weight_decay"] = spec.weight_decay
@@ -57,4 +64,5 @@ def build_optimizer(
         fused = fused and spec.name in FUSED_ON_DTENSORS
     if fused and spec.name in FUSED:
         options["fused"] = True
-    return CLASSES[spec.name](list(params.values()), **options)
+    groups = merge_groups((own.get(name, {}), parameter) for name, parameter in params.items())
+    return CLASSES[spec.name](groups, **options)

@@ -1,14 +1,16 @@
 """Which parameters Muon trains as matrices, and which by AdamW."""
 
 import fnmatch
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from paceline.errors import SpecError
-from paceline.spec import Optimizer, abbreviate
+from paceline.spec import Optimizer
 from paceline.training.optimizers.muon import Muon
+from paceline.training.optimizers.param_groups import merge_groups, select_names
 
 # Matrices that are queries, keys and values one after the other, in torch, timm, nanoGPT and GPT-2.
 FUSED = "*in_proj_weight:3,*qkv.weight:3,*Wqkv.weight:3,*c_attn.weight:3"
@@ -25,42 +27,36 @@ class FusedPattern:
 
 
 def build_muon(
-    spec: Optimizer, model: nn.Module, params: Mapping[str, nn.Parameter], notes: list[str]
+    spec: Optimizer,
+    model: nn.Module,
+    params: Mapping[str, nn.Parameter],
+    own: Mapping[str, dict[str, Any]],
+    notes: list[str],
 ) -> Muon:
     """Return Muon for the parameters of this rank. Raises SpecError for patterns that match nothing.
 
-    model: whole, if on other ranks too; notes: what AdamW trains is added.
+    own: options of single parameters by name. notes: what AdamW trains is added.
     """
     options = dict(spec.options)
     adamw_lr, patterns, fused = (options.pop(key) for key in ("adamw_lr", "adamw", "fused"))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     excluded = (
-        match_names(patterns, trained, "optimizer.adamw")
+        select_names(patterns, model, trained, "optimizer.adamw")
         if patterns is not None
         else find_embeddings_and_head(model) & trained.keys()
     )
-    known = read_fused(fused if fused is not None else FUSED, trained, must_match=fused is not None)
-    groups: dict[tuple[bool, int, int], list[nn.Parameter]] = {}
+    known = _read_fused(fused if fused is not None else FUSED, model, trained, must_match=fused is not None)
+    entries = []
     for name, parameter in params.items():
         is_matrix = name not in excluded and is_matrix_shape(parameter)
         blocks, dim = _find_blocks(name, parameter, known, fused is not None) if is_matrix else (1, 0)
-        groups.setdefault((is_matrix, blocks, dim), []).append(parameter)
+        group: dict[str, Any] = {"matrix": is_matrix, "blocks": blocks, "block_dim": dim}
+        if not is_matrix and adamw_lr is not None:
+            group["lr"] = adamw_lr
+        entries.append((group | own.get(name, {}), parameter))
+    entries.sort(key=lambda entry: not entry[0]["matrix"])  # steps show the rate of the first group
     notes += _describe(trained, excluded)
-    return Muon(
-        [
-            {
-                "params": members,
-                "matrix": is_matrix,
-                "blocks": blocks,
-                "block_dim": dim,
-                "lr": spec.lr if is_matrix or adamw_lr is None else adamw_lr,
-            }
-            for (is_matrix, blocks, dim), members in groups.items()
-        ],
-        lr=spec.lr,
-        weight_decay=spec.weight_decay,
-        **options,
-    )
+    return Muon(merge_groups(entries), lr=spec.lr, weight_decay=spec.weight_decay, **options)
 
 
 def is_matrix_shape(parameter: Tensor) -> bool:
@@ -88,25 +84,7 @@ def find_embeddings_and_head(model: nn.Module) -> set[str]:
     return found | ({others[-1]} if others and not has_tied_head else set())
 
 
-def match_names(patterns: str, names: Iterable[str], key: str) -> set[str]:
-    """Return the names that match one of the patterns, separated by commas. "" matches nothing.
-
-    key: of the request, for SpecError if a pattern matches no name.
-    """
-    names, found = list(names), set()
-    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
-        matches = fnmatch.filter(names, pattern)
-        if not matches:
-            more = ", …" if len(names) > MAX_NAMES else ""
-            raise SpecError(
-                f"{key}: no trained parameter of the model matches {abbreviate(pattern)}; its parameters are "
-                f"{', '.join(names[:MAX_NAMES])}{more}"
-            )
-        found |= {*matches}
-    return found
-
-
-def read_fused(text: str, names: Container[str], must_match: bool) -> list[FusedPattern]:
+def _read_fused(text: str, model: nn.Module, names: Collection[str], must_match: bool) -> list[FusedPattern]:
     """Return the patterns of `PATTERN:BLOCKS,…`. Raises SpecError."""
     found = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -114,7 +92,7 @@ def read_fused(text: str, names: Container[str], must_match: bool) -> list[Fused
         if not pattern or not blocks.isdecimal() or int(blocks) < 1:
             raise SpecError(f"optimizer.fused must be PATTERN:NUMBER,…, such as *.qkv.weight:3, got {part!r}")
         if must_match:
-            match_names(pattern, names, "optimizer.fused")  # type: ignore[arg-type]
+            select_names(pattern, model, names, "optimizer.fused")
         found.append(FusedPattern(pattern, int(blocks)))
     return found
 

@@ -55,7 +55,7 @@ class GroupTensors:
     def count_steps(self) -> list[int]:
         """Count this step of each tensor, and return the counts."""
         for state in self.states:
-            state["step"] = state.get("step", torch.zeros(())) + 1
+            state["step"] = state.get("step", torch.zeros((), dtype=torch.int64)) + 1
         return [int(state["step"]) for state in self.states]
 
 
@@ -126,6 +126,18 @@ def _shard_groups(parameter: Any) -> Iterator[dist.ProcessGroup]:
                 yield parameter.device_mesh.get_group(axis)
 
 
+def find_place(parameter: Any) -> tuple[slice, ...]:
+    """Return the indices in the whole tensor of the part on this rank."""
+    if not is_dtensor(parameter):
+        return tuple(slice(0, size) for size in parameter.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
 def squares(*tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the sums of squares of the shards: for each parameter as many numbers as there are lists."""
     columns = torch.stack([_norms(of_kind).square() for of_kind in tensors])
@@ -147,12 +159,9 @@ def trust_ratios(numerators: Tensor, denominators: Tensor, clip: float | None = 
 
 def subtract_(weights: list[Tensor], updates: list[Tensor], scales: Tensor, lr: float) -> None:
     """Subtract lr × scale × update from each tensor. scales: a number for each tensor."""
-    if weights[0].device.type == "cpu":
-        torch._foreach_mul_(updates, [lr * scale for scale in scales.tolist()])
-        torch._foreach_sub_(weights, updates)
-    else:  # reading the scales would wait for the device
-        factors = [scale.to(weight.dtype) for scale, weight in zip(scales, weights, strict=True)]
-        torch._foreach_addcmul_(weights, updates, factors, value=-lr)
+    factors = [scale.to(weight.dtype) for scale, weight in zip(scales, weights, strict=True)]
+    torch._foreach_mul_(updates, factors)
+    torch._foreach_add_(weights, updates, alpha=-lr)
 
 
 def correction(beta: float, steps: Sequence[int]) -> list[float]:

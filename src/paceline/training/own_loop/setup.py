@@ -30,7 +30,7 @@ from paceline.spec import suggest
 from paceline.task import Layout
 from paceline.training.init.named_tensors import named_tensors
 from paceline.training.node_sampler import check_monitor
-from paceline.training.optimizer import check_elementwise, shard_state
+from paceline.training.optimizer import shard_state
 from paceline.training.own_loop.heartbeat import TIMEOUT_S, start_heartbeat
 from paceline.training.own_loop.trainer import Trainer, release_models
 from paceline.training.sparse_gradients import check_sparse
@@ -101,7 +101,6 @@ def setup(
             after_backward.append(partial(average_scalars_, scalars, mesh))
     if optimizer is not None:
         _replace_parameters_(optimizer, names, dict(model.named_parameters()))
-        check_elementwise(resolved, optimizer)
         optimizer = shard_state(optimizer, resolved)
     heartbeat = start_heartbeat(RunFolder(Path(run)), world, monitor) if run is not None else None
     return Trainer(optimizer, resolved, world.rank, model, unused_parameters, after_backward, heartbeat)

@@ -17,18 +17,33 @@ from paceline.parallel.batch_norm import find_running_statistics
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.optimizer import ELEMENTWISE
+from paceline.training.optimizer_trial import check_independence, updates_elements
 from paceline.training.parameter_server.coordinator import STALENESS, Coordinator, serve_until_end
 from paceline.training.parameter_server.partition import assign_slices
 from paceline.training.parameter_server.rpc import Rpc
 from paceline.training.parameter_server.server_shard import ServerShard
 from paceline.training.parameter_server.worker import Worker
-from paceline.training.schedule import check_schedule
+from paceline.training.schedule import check_schedule, resolve_schedule
 from paceline.training.setup import PreparedTraining, TrainingData, build_training
 from paceline.training.step import TrainingStep
 
 # Builds the loop of a single process.
 Loop = Callable[[ResolvedPlan, World, TrainingData, PreparedTraining, Callable[[], bool]], Any]
+
+
+def _check_limits(spec: Spec, plan_name: str) -> None:
+    """Raise PlanError for limits of gradients that servers do not apply."""
+    optimizer = spec.optimizer
+    for key, is_set in (
+        ("clip_value", optimizer.clip_value is not None),
+        ("agc", optimizer.agc is not None),
+        ("on_nan", optimizer.on_nan != "stop"),
+    ):
+        if is_set:
+            raise PlanError(
+                f"plan {plan_name} does not support optimizer.{key}={getattr(optimizer, key)}, since servers "
+                "have parts of tensors; leave it out, or use another plan"
+            )
 
 
 def train_against_servers(
@@ -49,16 +64,18 @@ def train_against_servers(
             f"plan {plan_name} does not support fp16, since each worker would need a separate loss scale; "
             "use bf16 or fp32"
         )
+    _check_limits(spec, plan_name)
     single_plan = replace(plan, dp=1, servers=None, staleness=None)
     single_world = replace(world, rank=0, size=1)
     training = build_training(spec, single_plan, single_world, task, device)
     model, update, optimizer = training.model, training.update, training.step.optimizer
     assert isinstance(update, TrainingStep)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    slices = assign_slices(trained, plan.num_servers, by_row=type(optimizer).__name__ in ELEMENTWISE)
+    check_independence(optimizer, plan)
+    slices = assign_slices(trained, plan.num_servers, by_row=updates_elements(optimizer))
     statistics = find_running_statistics(model)
     total = spec.total_steps(data.samples)
-    check_schedule(spec.schedule.in_samples(spec.batch, data.samples), total * spec.batch)
+    check_schedule(resolve_schedule(spec, task, data.samples), total * spec.batch, task)
     group_of_first = dist.new_group([0], backend="gloo")
     # The timeout is long: a rank that ended is noticed by its connection.
     transport = Rpc(world.rank, world.size, start_timeout_s(spec.timeout_s))

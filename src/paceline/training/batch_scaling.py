@@ -1,0 +1,78 @@
+"""Scales the learning rate, and what depends on it, with the batch."""
+
+import math
+from typing import Any
+
+from paceline.errors import SpecError
+from paceline.optimizer_options import DECOUPLED, OPTIMIZERS
+from paceline.spec import Optimizer, Schedule, Spec
+
+
+def lr_scale_factor(spec: Spec) -> float:
+    """Return the factor on learning rates by `schedule.lr_scale` and `schedule.base_batch`."""
+    ratio = spec.batch / spec.schedule.base_batch if spec.schedule.base_batch is not None else 1.0
+    return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[spec.schedule.lr_scale or "linear"]
+
+
+def scale_optimizer(spec: Spec, optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer with the values that it has for the batch of the request. Raises SpecError.
+
+    The learning rate, and those of groups, are multiplied by the factor. `scale_betas` and `scale_decay`
+    follow Malladi et al., On the SDEs and scaling rules for adaptive gradient algorithms, 2022, and Wang,
+    Aitchison, How to set AdamW's weight decay as you scale model and dataset size, 2024.
+    """
+    factor, schedule = lr_scale_factor(spec), spec.schedule
+    if schedule.base_batch is None:
+        return optimizer
+    ratio = spec.batch / schedule.base_batch
+    values: dict[str, Any] = {"lr": optimizer.lr * factor}
+    if optimizer.groups is not None:
+        values["groups"] = {
+            pattern: group.model_copy(update={"lr": group.lr * factor}) if group.lr is not None else group
+            for pattern, group in optimizer.groups.items()
+        }
+    if schedule.scale_betas:
+        values |= _scale_betas(optimizer, ratio)
+    if schedule.scale_decay:
+        if optimizer.name not in DECOUPLED:
+            raise SpecError(
+                f"schedule.scale_decay applies to decoupled weight decay ({', '.join(sorted(DECOUPLED))}), "
+                f"got {optimizer.name}; leave it out"
+            )
+        values["weight_decay"] = optimizer.weight_decay * ratio / factor
+    return optimizer.model_copy(update=values)
+
+
+def _scale_betas(optimizer: Optimizer, ratio: float) -> dict[str, Any]:
+    if not {"betas", "eps"} <= OPTIMIZERS[optimizer.name].keys():
+        raise SpecError(
+            f"schedule.scale_betas applies to optimizers with betas and eps, such as adamw, got "
+            f"{optimizer.name}; leave it out"
+        )
+    betas = tuple(1 - ratio * (1 - beta) for beta in optimizer.options["betas"])
+    if min(betas) < 0:
+        raise SpecError(
+            f"schedule.scale_betas: the batch is {ratio:g} × schedule.base_batch, so betas would become "
+            f"{', '.join(f'{beta:.4g}' for beta in betas)}; use betas closer to 1, or leave it out"
+        )
+    return {"betas": betas, "eps": optimizer.options["eps"] / math.sqrt(ratio)}
+
+
+def describe_scaling(spec: Spec) -> list[str]:
+    """Return a note on what the batch scales; empty if it scales nothing."""
+    schedule: Schedule = spec.schedule
+    if schedule.base_batch is None:
+        return []
+    factor, before = lr_scale_factor(spec), spec.optimizer
+    after = scale_optimizer(spec, before)
+    parts = [f"lr {before.lr:g} × {factor:g} = {after.lr:g}"]
+    if schedule.scale_betas:
+        betas = ", ".join(f"{beta:g}" for beta in after.options["betas"])
+        parts.append(f"betas {betas}, eps {after.options['eps']:g}")
+    if schedule.scale_decay:
+        parts.append(f"weight decay {before.weight_decay:g} → {after.weight_decay:g}")
+    rule = schedule.lr_scale or "linear"
+    return [
+        f"the batch {spec.batch} is {spec.batch / schedule.base_batch:g} × schedule.base_batch="
+        f"{schedule.base_batch}: {'; '.join(parts)} ({rule})"
+    ]
