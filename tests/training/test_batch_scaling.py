@@ -32,6 +32,7 @@ def test_rules() -> None:
     # per epoch, weights shrink by the same factor: (lr × decay) × steps
     assert root.lr * root.weight_decay / 4 == pytest.approx(adamw.lr * adamw.weight_decay)
     assert scaled(256, adamw, base_batch=64, lr_scale="none").lr == 0.01
+    assert scaled(8, Optimizer(name="muon", adamw_lr=0.5), base_batch=2).adamw_lr == 2.0
     assert scaled(32, adamw, base_batch=64, lr_scale="sqrt").lr == pytest.approx(0.01 / math.sqrt(2))
 
 

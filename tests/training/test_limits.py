@@ -11,13 +11,14 @@ from torch import Tensor, nn
 import models
 from faults import replaced
 from harness import TrainingResult, ranks, relative_difference, train_on_ranks, train_on_this_rank
-from paceline import Spec, events, train
+from paceline import Spec, Update, events, train
 from paceline.after_step import Ema, Swa
 from paceline.data.loader import shuffle
 from paceline.errors import DivergedError, PlanError, SpecError, TaskError
 from paceline.plan.plan import ResolvedPlan, parse
 from paceline.spec import Optimizer
 from paceline.training import adaptive_clipping
+from paceline.training.read_updates import read_updates
 from paceline.training.weight_operations import read_operations
 
 STEPS, BATCH, LR = 6, 8, 0.1
@@ -287,3 +288,12 @@ def test_bad_values_are_refused() -> None:
         list(train(request(agc=0.1, no_agc="none"), task=Mixed()))
     with pytest.raises(PlanError, match="after_step"):
         read_operations(models.Points(), parse("local-sgd").resolve(2), Optimizer(ema=0.9))
+
+
+def test_options_for_whole_trainings_are_refused_in_updates() -> None:
+    class Parts(models.Points):
+        def updates(self) -> Any:
+            return [Update("all", params="*", optimizer=Optimizer(ema=0.9))]
+
+    with pytest.raises(TaskError, match="Update all: ema, swa and on_nan of its optimizer apply to"):
+        read_updates(Parts(), ResolvedPlan())

@@ -26,6 +26,8 @@ def scale_optimizer(spec: Spec, optimizer: Optimizer) -> Optimizer:
         return optimizer
     ratio = spec.batch / schedule.base_batch
     values: dict[str, Any] = {"lr": optimizer.lr * factor}
+    if optimizer.adamw_lr is not None:
+        values["adamw_lr"] = optimizer.adamw_lr * factor
     if optimizer.groups is not None:
         values["groups"] = {
             pattern: group.model_copy(update={"lr": group.lr * factor}) if group.lr is not None else group

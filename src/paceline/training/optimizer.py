@@ -21,6 +21,8 @@ from paceline.training.sparse_gradients import check_sparse_support, find_sparse
 from paceline.user_code import UserCode
 
 MAX_NAMED_GROUPS = 4  # in a note
+# Options of the request that apply to an optimizer of the task, too.
+FOR_ANY_OPTIMIZER = {"clip", "clip_value", "agc", "no_agc", "on_nan", "ema", "swa", "swa_every"}
 
 
 @dataclass
@@ -100,7 +102,9 @@ def _ineffective_options(spec: Optimizer, optimizer: torch.optim.Optimizer) -> l
     """Return a note on options of `spec` that have no effect, because the task defines `optimizer`."""
     default = Optimizer()
     options = [
-        f"optimizer.{key}={value}" for key, value in spec if key != "clip" and value != getattr(default, key)
+        f"optimizer.{key}={value}"
+        for key, value in spec
+        if key not in FOR_ANY_OPTIMIZER and value != getattr(default, key)
     ]
     if not options:
         return []

@@ -46,6 +46,13 @@ def read_updates(task: Task, plan: ResolvedPlan, precision: str = "fp32") -> tup
         raise TaskError(
             "the task defines both updates and optimizer; give each Update an optimizer= and remove optimizer"
         )
+    for update in updates:
+        own = update.optimizer
+        if own is not None and (own.ema is not None or own.swa is not None or own.on_nan != "stop"):
+            raise TaskError(
+                f"Update {update.name}: ema, swa and on_nan of its optimizer apply to the whole training; "
+                "set them in the request, as in --set optimizer.ema=0.999"
+            )
     without_loss = [update.name for update in updates if update.loss is None]
     if without_loss and type(task).loss is Task.loss:
         raise TaskError(

@@ -326,7 +326,7 @@ def build_training(
         step.inner = InnerGradients(model, reshards=plan.zero == 3)
     step.after_backward += _build_gradient_hooks(model, step, mesh, analysis)
     if not updates:
-        _set_limits(step, spec.optimizer, model)
+        _set_limits(step, spec, spec.optimizer, model)
     operations = WeightOperations(read_operations(task, plan, spec.optimizer), model, plan)
     local = build_local_sgd(model, step, plan)
     has_local_statistics = has_statistics and spec.batch_norm == "local" and local is None
@@ -374,9 +374,9 @@ def build_training(
     )
 
 
-def _set_limits(step: TrainingStep, optimizer: Optimizer, model: nn.Module) -> None:
+def _set_limits(step: TrainingStep, spec: Spec, optimizer: Optimizer, model: nn.Module) -> None:
     """Let a step limit elements and rows of gradients, and skip gradients that are not finite."""
-    step.clip_value, step.skips_nan = optimizer.clip_value, optimizer.on_nan == "skip"
+    step.clip_value, step.skips_nan = optimizer.clip_value, spec.optimizer.on_nan == "skip"
     if optimizer.agc is None:
         return
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -447,7 +447,7 @@ def _build_updates(
         for update, optimizer in zip(updates, optimizers, strict=True)
     }
     for update in updates:
-        _set_limits(steps[update.name], update.optimizer or spec.optimizer, model)
+        _set_limits(steps[update.name], spec, update.optimizer or spec.optimizer, model)
     together = [update for update in updates if update.loss is None]
     passes = []
     for update in updates:
