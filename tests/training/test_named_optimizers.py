@@ -318,6 +318,7 @@ class Attention(nn.Module):
         self.embedding, self.position = nn.Embedding(9, 4), nn.Parameter(torch.zeros(1, 5, 4))
         self.attention, self.qkv = nn.MultiheadAttention(4, 1), nn.Linear(4, 12)
         self.kv, self.out = nn.Linear(4, 8), nn.Linear(4, 4)
+        self.experts = nn.Parameter(torch.zeros(3, 4, 5))
         self.head = nn.Linear(4, 9, bias=False)
 
 
@@ -337,7 +338,7 @@ def test_what_muon_orthogonalizes() -> None:
     groups = names_of_groups(model)
     assert groups[True, 3] == {"attention.in_proj_weight", "qkv.weight"}
     assert groups[True, 1] == {"attention.out_proj.weight", "kv.weight", "out.weight"}
-    assert {"embedding.weight", "position", "head.weight"} <= groups[False, 1]
+    assert {"embedding.weight", "position", "experts", "head.weight"} <= groups[False, 1]
     groups = names_of_groups(model, adamw="out.*,embedding.*", fused="kv.weight:2")
     assert groups[True, 2] == {"kv.weight"}
     assert "head.weight" in groups[True, 1]

@@ -16,8 +16,9 @@ from paceline import Spec, Task, events, train
 from paceline.errors import SpecError, TaskError
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Schedule
+from paceline.task import load_task
 from paceline.training.plateau import PlateauState, add_evaluation
-from paceline.training.schedule import check_schedule, compute_lr_factor
+from paceline.training.schedule import check_schedule, compute_lr_factor, tokens_per_sample
 
 TOTAL = 60
 
@@ -104,6 +105,11 @@ def test_schedule_of_the_task() -> None:
 
     with pytest.raises(TaskError, match=r"lr_factor\(0.5\) returned -1.0; return a factor"):
         compute_lr_factor(Schedule(name="task"), 30, TOTAL, Negative())
+
+
+def test_tokens_of_the_built_in_text() -> None:
+    assert tokens_per_sample(load_task("text", {"context": 64})) == 64
+    assert tokens_per_sample(models.Points()) is None
 
 
 def test_lengths_by_unit() -> None:

@@ -85,6 +85,15 @@ class HuggingFace(Task):
         folder = open_folder(self.folder)
         return FolderWeights(folder.path) if folder.has_weights else None
 
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """Number of tokens of a sample, for schedules; None if samples have different numbers."""
+        folder = open_folder(self.folder)
+        if _find_objective(self.folder, self.objective) not in (CAUSAL_LM, MASKED_LM):
+            return None
+        config = folder.read_config().get_text_config()
+        return _choose_length(self.length, getattr(config, "max_position_embeddings", None))
+
     def dataset(self, split: str) -> MapDataset | None:
         name = {"train": self.data, "validation": self.validation}.get(split)
         if name is None:

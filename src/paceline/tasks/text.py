@@ -96,6 +96,11 @@ class Text(Task):
     heads: int = 4  # attention heads of each block
     context: int = 128  # bytes of a window
 
+    @property
+    def tokens_per_sample(self) -> int:
+        """Number of tokens of a sample, for schedules."""
+        return self.context
+
     def model(self) -> nn.Module:
         return Gpt(self.width, self.depth, self.heads, self.context)
 

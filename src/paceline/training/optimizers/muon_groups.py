@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from paceline.errors import SpecError
 from paceline.spec import Optimizer
@@ -46,22 +47,32 @@ def build_muon(
         else find_embeddings_and_head(model) & trained.keys()
     )
     known = _read_fused(fused if fused is not None else FUSED, model, trained, must_match=fused is not None)
+    matrices = {*find_matrices(model)} - excluded
     entries = []
     for name, parameter in params.items():
-        is_matrix = name not in excluded and is_matrix_shape(parameter)
+        is_matrix = name in matrices
         blocks, dim = _find_blocks(name, parameter, known, fused is not None) if is_matrix else (1, 0)
         group: dict[str, Any] = {"matrix": is_matrix, "blocks": blocks, "block_dim": dim}
         if not is_matrix and adamw_lr is not None:
             group["lr"] = adamw_lr
         entries.append((group | own.get(name, {}), parameter))
     entries.sort(key=lambda entry: not entry[0]["matrix"])  # steps show the rate of the first group
-    notes += _describe(trained, excluded)
+    notes += _describe(trained, matrices)
     return Muon(merge_groups(entries), lr=spec.lr, weight_decay=spec.weight_decay, **options)
 
 
-def is_matrix_shape(parameter: Tensor) -> bool:
-    """Return whether a tensor is a matrix, or several matrices, of more than one row and column."""
-    return parameter.dim() >= 2 and parameter.shape[0] > 1 and parameter.shape[1:].numel() > 1
+def find_matrices(model: nn.Module) -> list[str]:
+    """Return the names of matrices and of weights of convolutions, with more than one row and column.
+
+    Other tensors with more dimensions may be several matrices in any order, such as stacked experts.
+    """
+    convolutions = {id(module.weight) for module in model.modules() if isinstance(module, _ConvNd)}
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if (parameter.dim() == 2 or id(parameter) in convolutions)
+        and min(parameter.shape[0], parameter.shape[1:].numel()) > 1
+    ]
 
 
 def find_embeddings_and_head(model: nn.Module) -> set[str]:
@@ -74,8 +85,7 @@ def find_embeddings_and_head(model: nn.Module) -> set[str]:
         for name, parameter in model.named_parameters()
         if id(parameter) in embeddings or any(word in name.lower() for word in EMBEDDING_WORDS)
     }
-    matrices = [name for name, parameter in model.named_parameters() if is_matrix_shape(parameter)]
-    others = [name for name in matrices if name not in found]
+    others = [name for name in find_matrices(model) if name not in found]
     # A head that is tied to the embedding has its name, so the last layer is hidden.
     has_tied_head = any(
         name not in dict(model.named_parameters()) and id(parameter) in embeddings
@@ -116,15 +126,14 @@ def _find_blocks(name: str, parameter: Tensor, known: list[FusedPattern], must_f
     return 1, 0
 
 
-def _describe(trained: Mapping[str, Tensor], excluded: Container[str]) -> list[str]:
+def _describe(trained: Mapping[str, Tensor], matrices: Container[str]) -> list[str]:
     """Return a note on what AdamW trains."""
-    vectors = sum(not is_matrix_shape(parameter) for parameter in trained.values())
-    names = [name for name, parameter in trained.items() if name in excluded and is_matrix_shape(parameter)]
-    matrices = len(trained) - vectors - len(names)
+    others = {name: parameter for name, parameter in trained.items() if name not in matrices}
+    names = [name for name, parameter in others.items() if parameter.dim() >= 2]
+    vectors, count = len(others) - len(names), len(trained) - len(others)
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     listed = f", {', '.join(names[:MAX_NAMES])}{more}" if names else ""
-    vector_words = f"{vectors} vector{'s' * (vectors != 1)}"
     return [
-        f"muon orthogonalizes {matrices} matri{'ces' if matrices != 1 else 'x'}; AdamW trains "
-        f"{vector_words}{listed} (optimizer.adamw changes it)"
+        f"muon orthogonalizes {count} matri{'ces' if count != 1 else 'x'}; AdamW trains {vectors} "
+        f"vector{'s' * (vectors != 1)}{listed} (optimizer.adamw changes it)"
     ]
