@@ -57,7 +57,9 @@ FUNCTIONAL = {
     "isend": ("send", 0, False),
     "irecv": ("recv", 0, False),
 }
-TABLES = {"c10d": C10D, "_c10d_functional": FUNCTIONAL}
+# Ranks of one machine may average DDP's gradients through shared memory, with the volume of an all-reduce.
+SHARED_MEMORY = {"average_through_memory_": ("all-reduce", 0, False)}
+TABLES = {"c10d": C10D, "_c10d_functional": FUNCTIONAL, "paceline": SHARED_MEMORY}
 FSDP_RECORD = re.compile(r"FSDP::\w+( \((?P<module>.*)\))?$")
 
 
