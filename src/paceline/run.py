@@ -56,6 +56,7 @@ class RunFolder:
     diagnosis.txt       the cause of the last stall
     monitor/NODE.csv    samples of the node, append only
     report.html         the report of the run, written at its end
+    mlflow.json         the run of MLflow to which this run was sent, and how far
     tensorboard/        scalars
     traces/             traces of steps, in a folder for each range of steps
 

@@ -911,6 +911,29 @@ class Launch(Value):
         description="seconds between samples of processors, memory and GPUs of each node, or off",
     )
 
+    mlflow: str | None = Field(
+        default=None, description="address of an MLflow server or database to which the run is sent"
+    )
+
+    @field_validator("mlflow")
+    @classmethod
+    def _mlflow_is_an_address(cls, value: str | None) -> str | None:
+        if value is None:
+            return value
+        match = re.fullmatch(r"([a-z][a-z0-9+.-]*)://([^/@\s]*)(/[^@]*)?", value)
+        is_local = match is not None and (match[1] == "file" or match[1].startswith("sqlite"))
+        depth = "//" if match is not None and match[1].startswith("sqlite") else "/"
+        is_whole = match is not None and (
+            (match[3] or "").startswith(depth) and not match[2] if is_local else match[2] != ""
+        )
+        if not is_whole:
+            raise ValueError(
+                f"mlflow must be an address such as http://HOST:5000 or sqlite:////ABSOLUTE/PATH.db, without "
+                f"a password, got {abbreviate(value.partition('@')[2] or value)}; MLflow reads the password "
+                "from MLFLOW_TRACKING_PASSWORD"
+            )
+        return value
+
     @field_validator("monitor", mode="before")
     @classmethod
     def _monitor_is_seconds_or_off(cls, value: Any) -> Any:
@@ -918,7 +941,7 @@ class Launch(Value):
 
     @model_validator(mode="after")
     def _names_are_printable(self) -> Self:
-        check_printable(self, "plan", "asked", "run")
+        check_printable(self, "plan", "asked", "run", "mlflow")
         return self
 
     @model_validator(mode="after")

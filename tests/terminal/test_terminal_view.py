@@ -52,11 +52,11 @@ def run(tmp_path):
     return made
 
 
-def drive(path, scenario, size=(80, 24)) -> None:
+def drive(path, scenario, size=(80, 24), price=None) -> None:
     """Run a scenario, a coroutine function of the app and its pilot."""
 
     async def run_scenario() -> None:
-        app = TerminalView(RunList(path))
+        app = TerminalView(RunList(path, price))
         async with app.run_test(size=size) as pilot:
             await scenario(app, pilot)
 
@@ -97,9 +97,10 @@ def test_overview_has_the_values_of_the_files(run):
         assert "validation loss 0.25" in screen
         assert "37 %" in screen  # of the processors, in the last sample
         assert "1.0 GiB of 4.0 GiB" in screen
+        assert "cost " in screen
         assert any("\u2801" <= char <= "\u28ff" for char in screen)
 
-    drive(run.path, scenario)
+    drive(run.path, scenario, price=3600.0)
 
 
 def test_straggler_is_marked_without_colours(run):

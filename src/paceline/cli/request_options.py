@@ -254,6 +254,14 @@ def build_request(
             rich_help_panel=RUN,
         ),
     ] = None,
+    mlflow: Annotated[
+        str | None,
+        Option(
+            metavar="URI",
+            help="Send the run to MLflow: http://HOST:5000, or sqlite:////PATH.db [default: none]",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
     nvtx: Annotated[
         bool | None,
         Option(
@@ -306,6 +314,7 @@ def build_request(
         "monitor": monitor,
         "trace": trace,
         "nvtx": nvtx,
+        "mlflow": mlflow,
         "graph": graph,
         "histograms": histograms,
         "device": device,

@@ -60,6 +60,10 @@ def resume(
             help="Write report.html into the run folder at the end [default: as before]",
         ),
     ] = None,
+    mlflow: Annotated[
+        str | None,
+        typer.Option(metavar="URI", help="Send the run to MLflow at this address [default: as before]"),
+    ] = None,
     monitor: Annotated[
         str | None,
         typer.Option(
@@ -117,6 +121,7 @@ def resume(
         "stop.target": target,
         "profile": profile,
         "report": report,
+        "mlflow": mlflow,
         "monitor": monitor,
         "trace": trace,
         "nvtx": nvtx,

@@ -35,9 +35,11 @@ def submit(
     from paceline.launch.slurm.job_script import build_job, render
     from paceline.launch.slurm.site import read_site
     from paceline.plan.plan import AUTO, read_plan
+    from paceline.report.mlflow_process import check_mlflow
     from paceline.run import choose_path, create
 
     spec, launch = request
+    check_mlflow(launch.mlflow)
     spec = spec.model_copy(update={"task": task.check_reference(spec.task)})
     path = choose_path(launch.run, spec.task)
     settings = read_site(site)

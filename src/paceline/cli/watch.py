@@ -93,7 +93,7 @@ def watch(
     path = Path(runs)
     if terminal:
         serving = {"--port": port, "--socket": socket, "--metrics": metrics, "--textfile": textfile}
-        _watch_in_terminal(runs, [name for name, value in serving.items() if value])
+        _watch_in_terminal(runs, price, [name for name, value in serving.items() if value])
     if socket is None and (remote := parse_remote(runs)) is not None:
         for option, value in (("--token-file", token_file), ("--textfile", textfile)):
             if value is not None:
@@ -139,7 +139,7 @@ def watch(
         server.serve(run_list, access, listener, sys.stdin.buffer.read if until_eof else None)
 
 
-def _watch_in_terminal(runs: str, serving: list[str]) -> None:
+def _watch_in_terminal(runs: str, price: float | None, serving: list[str]) -> None:
     """Show runs in the terminal until the user quits, or print lines until the runs end.
 
     serving: options that were given and make sense for a server only."""
@@ -160,7 +160,7 @@ def _watch_in_terminal(runs: str, serving: list[str]) -> None:
     if not path.is_dir():
         raise RunError(f"no such folder: {path}; specify the folder of a run, or one that contains runs")
     if not follow.is_screen():
-        raise typer.Exit(follow.follow(RunList(path)))
+        raise typer.Exit(follow.follow(RunList(path, price)))
     try:
         from paceline.terminal import app
     except ModuleNotFoundError as error:
@@ -169,4 +169,4 @@ def _watch_in_terminal(runs: str, serving: list[str]) -> None:
         raise LaunchError(
             f'--terminal requires {error.name}, which is not installed; pip install "paceline[tui]"'
         ) from None
-    raise typer.Exit(app.show(RunList(path)))
+    raise typer.Exit(app.show(RunList(path, price)))

@@ -6,6 +6,7 @@ from paceline.errors import LaunchError
 from paceline.launch.launchers import find_launcher
 from paceline.launch.slurm.job_script import check_even_split
 from paceline.plan.plan import AUTO, Plan, ResolvedPlan, read_plan
+from paceline.report.mlflow_process import check_mlflow
 from paceline.spec import Launch, Spec
 
 
@@ -15,6 +16,7 @@ def check_launch(spec: Spec, launch: Launch, me: World, task: tasks.Task | None 
     task: an instance, instead of the task that `spec` names.
     Raises an Error for whatever is wrong before the start.
     """
+    check_mlflow(launch.mlflow)
     if me.launcher is None:
         find_launcher(launch).check(launch)
     launch, plan, task = resolve_launch(spec, launch, me, task)

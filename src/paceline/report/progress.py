@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from paceline.errors import Error
 from paceline.events import Ended, Evaluated, Event, Failed, Noted, Stalled, Started, Step
 from paceline.output import open_append
 from paceline.report.hyperparameters import read_hyperparameters, read_request_text
@@ -26,6 +27,7 @@ from paceline.report.text import (
 from paceline.run import RunFolder
 
 if TYPE_CHECKING:
+    from paceline.report.mlflow_process import MlflowProcess
     from paceline.report.scalar_writer import ScalarWriter
 
 Show = Callable[[Event], None]
@@ -43,12 +45,25 @@ def watch(
 
     A training that fails or is killed has no table, but the lines of `conclude`, which writes its report."""
     console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    with contextlib.ExitStack() as at_end:
+        return _watch(events, run, console, conclude, at_end)
+
+
+def _watch(
+    events: Iterator[Event],
+    run: RunFolder,
+    console: Console,
+    conclude: Callable[[RunFolder], Sequence[str]],
+    at_end: contextlib.ExitStack,
+) -> Event | None:
+    """Show events. at_end: is left after the lines of `conclude`, also if the training fails."""
     summary, last, is_resumed, has_started = SummaryBuilder(), None, False, False
 
     def show_conclusion() -> None:
         for line in conclude(run):
             console.print(line, style="yellow", markup=False)
 
+    mlflow: MlflowProcess | None = None
     with contextlib.ExitStack() as stack:
         # After the bar has ended, also if a rank that shows its own progress raises an error.
         stack.callback(lambda: None if isinstance(last, Ended) or not has_started else show_conclusion())
@@ -64,12 +79,15 @@ def watch(
                 )
                 if importlib.util.find_spec("tensorboard") is not None:
                     shows.append(stack.enter_context(_write_scalars(run)))
+                mlflow = _start_mlflow(run, console, at_end)
             summary.add(event)
             is_resumed |= last is None and isinstance(event, Started) and event.step > 0
             has_started |= isinstance(event, Started)
             last = event
-            for show in shows:
-                show(event)
+            notes = mlflow.new_notes() if mlflow is not None else []
+            for shown in (event, *(Noted(step=getattr(event, "step", 0), message=note) for note in notes)):
+                for show in shows:
+                    show(shown)
     if isinstance(last, Ended):
         result = summary.build()
         # A full disk may have lost events of earlier starts: then the file has no end.
@@ -83,6 +101,25 @@ def watch(
             + (f"   stopped; continue with: paceline resume {run.path}" if stopped else "")
         )
     return last
+
+
+def _start_mlflow(run: RunFolder, console: Console, at_end: contextlib.ExitStack) -> "MlflowProcess | None":
+    """Start to send the run to MLflow if its request names an address."""
+    try:
+        if not run.spec.exists() or run.request()[1].mlflow is None:
+            return None
+    except Error:
+        return None
+    from paceline.report.mlflow_process import MlflowProcess
+
+    process = MlflowProcess(run)
+
+    def finish() -> None:
+        for note in process.finish():
+            console.print(f"note: {note}", style="yellow", markup=False)
+
+    at_end.callback(finish)
+    return process
 
 
 def _print(console: Console, text: str) -> None:

@@ -23,7 +23,6 @@ MIN_WIDTH = 38  # of a plot, with its axis
 MIN_HEIGHT = 5  # with its title and the axis below
 GUTTER = 9  # for the values at the vertical axis
 SIGNS = {"save": "◆", "restart": "▲", "failure": "✗", "stall": "■"}
-STYLES = ("cyan", "green", "magenta", "yellow", "blue")
 
 Panels = Mapping[str, Any]
 Tables = Mapping[str, Mapping[str, Sequence[Any]]]
@@ -47,17 +46,12 @@ def build_grid(
     lines: Lines = []
     for row in range(rows):
         of_row = shown[row * columns : (row + 1) * columns]
-        blocks = [
-            build_plot(name, panels, tables, size, each, is_log, STYLES[names.index(name) % len(STYLES)])
-            for name in of_row
-        ]
+        blocks = [build_plot(name, panels, tables, size, each, is_log) for name in of_row]
         lines += beside(blocks, [size] * len(blocks))
     return lines
 
 
-def build_plot(
-    key: str, panels: Panels, tables: Tables, width: int, height: int, is_log: bool, style: str
-) -> Lines:
+def build_plot(key: str, panels: Panels, tables: Tables, width: int, height: int, is_log: bool) -> Lines:
     """Return a curve in `height` lines: its name and last value, the plot, and the horizontal axis.
 
     is_log: for losses only."""
@@ -76,7 +70,7 @@ def build_plot(
     head.append(f" {format_value(last)}")
     head.append(" log" if is_log else "", "dim")
     lines = [head]
-    rows = style_plot(plot, style)
+    rows = style_plot(plot)
     for at, row in enumerate(rows):
         value = plot.high if at == 0 else plot.low if at == len(rows) - 1 else None
         text = format_edge(value) if value is not None else ""

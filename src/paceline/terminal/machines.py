@@ -51,7 +51,7 @@ def build_ranks(
         if at is None:
             line.stylize("dim")
         elif slow[at]:
-            line.stylize("bold yellow")
+            line.stylize("bold magenta")
         if at is not None and at == chosen:
             line.append(" " * (width - line.cell_len))
             line.stylize("reverse")
@@ -60,7 +60,7 @@ def build_ranks(
     legend = "  ".join(f"{PHASES[phase]} {phase}" for phase in phases)
     if limit is None:
         lines += [Text(), Text(shorten(f"▲ much longer than on other ranks   {legend}", width), "dim")]
-    return lines + plain([panel["problem"]] if panel["problem"] else [], "yellow")
+    return lines + plain([panel["problem"]] if panel["problem"] else [], "magenta")
 
 
 def find_slow_phases(rows: Sequence[Row]) -> list[set[str]]:
@@ -203,7 +203,7 @@ def _draw_figure(figure: Mapping[str, Any], data: Mapping[str, Sequence[Any]], w
         head.truncate(width)
         # The axis begins at zero, so that noise of an idle device looks small.
         plot = draw_curve(data["x"], values, values, values, width - 1, SPARK_HEIGHT, base=0.0)
-        blocks.append([head, *style_plot(plot, "cyan")])
+        blocks.append([head, *style_plot(plot)])
     return blocks
 
 

@@ -18,15 +18,15 @@ Table = Mapping[str, Sequence[Any]]
 STATES = {
     "running": ("▶", "bold green"),
     "done": ("✓", "bold blue"),
-    "stopped": ("■", "bold yellow"),
-    "interrupted": ("!", "bold yellow"),
+    "stopped": ("■", "bold magenta"),
+    "interrupted": ("!", "bold magenta"),
     "failed": ("✗", "bold red"),
     "damaged": ("✗", "bold red"),
     "not started": ("·", "bold"),
 }
 BAR_WIDTH = 12
 OLD_S = 60.0  # data of a running run that is older is emphasized
-LOG_STYLES = {"failed": "bold red", "stalled": "bold red", "noted": "yellow", "saved": "green"}
+LOG_STYLES = {"failed": "bold red", "stalled": "bold red", "noted": "magenta", "saved": "green"}
 
 
 def build_header(panels: Panels, now: float, width: int) -> Lines:
@@ -46,7 +46,7 @@ def build_header(panels: Panels, now: float, width: int) -> Lines:
     gap = width - first.cell_len - cell_len(age)
     is_old = header["state"] == "running" and now - (header["updated"] or now) > OLD_S
     if gap > 1:
-        first.append(" " * gap + age, "bold yellow" if is_old else "dim")
+        first.append(" " * gap + age, "bold magenta" if is_old else "dim")
     first.truncate(width)
     metrics = "  ".join(f"{name} {format_value(value)}" for name, value in header.get("metrics", {}).items())
     is_calm = header["state"] in ("running", "done", "not started")
@@ -54,7 +54,7 @@ def build_header(panels: Panels, now: float, width: int) -> Lines:
     return [
         first,
         Text(shorten(_describe_setup(header), width), "", no_wrap=True),
-        Text(shorten(third, width), "" if is_calm else "yellow", no_wrap=True),
+        Text(shorten(third, width), "" if is_calm else "magenta", no_wrap=True),
     ]
 
 
@@ -88,6 +88,11 @@ def _describe_setup(header: Mapping[str, Any]) -> str:
         parts.append(f"{format_count(header['samples_per_s'])} samples/s")
     if header["step_s"] is not None:
         parts.append(f"{format_seconds(header['step_s'])} a step")
+    if header.get("mfu") is not None:
+        parts.append(f"MFU {header['mfu']:.0%}")
+    if header.get("cost") is not None:
+        whole = header["cost"] + (header["cost_to_end"] or 0.0)
+        parts.append(f"cost {header['cost']:,.2f}" + (f" of {whole:,.2f}" if header["cost_to_end"] else ""))
     parts += [f"batch {header['batch']}", f"{header['device']} {header['precision']}"]
     parts.append(f"{format_count(header['parameters'])} parameters")
     if header["energy_J"] is not None:
@@ -103,7 +108,7 @@ def build_findings(panels: Panels, width: int, limit: int | None = None) -> Line
     if panel is None:
         return plain(["reading the files of the run; findings appear here"], "dim")
     if "problem" in panel:
-        return plain(wrap(panel["problem"], width), "yellow")
+        return plain(wrap(panel["problem"], width), "magenta")
     lines: Lines = []
     for finding in panel["findings"]:
         cost = format_cost(finding["cost_share"], finding["lost_s"], finding["to_end_s"])
@@ -132,7 +137,7 @@ def build_findings(panels: Panels, width: int, limit: int | None = None) -> Line
 
 def build_problems(panels: Panels, width: int) -> Lines:
     """Return what is absent, damaged or cannot be drawn."""
-    return plain([line for text in panels.get("problems", ()) for line in wrap(text, width, "  ")], "yellow")
+    return plain([line for text in panels.get("problems", ()) for line in wrap(text, width, "  ")], "magenta")
 
 
 def build_log(log: Table, width: int, limit: int | None = None) -> Lines:
@@ -210,4 +215,4 @@ def build_runs(rows: Sequence[Mapping[str, Any]], problem: str, chosen: int, wid
             lines[at] = Text(fit("▸" + line.plain[1:], width), "reverse", no_wrap=True)
         elif row["state"] == "running":
             line.stylize("bold")
-    return [first, *lines, *plain(wrap(problem, width), "yellow")]
+    return [first, *lines, *plain(wrap(problem, width), "magenta")]

@@ -110,13 +110,13 @@ def format_energy(joules: float) -> str:
     return f"{format_count(joules)}J" if joules >= 1000 else f"{joules:.4g} J"
 
 
-def style_plot(plot: Plot, style: str) -> Lines:
-    """Return the rows of a curve: the line in a style, its band dim."""
+def style_plot(plot: Plot) -> Lines:
+    """Return the rows of a curve: the line in the colour of the terminal's text, its band dim."""
     lines = []
     for row, of_band in zip(plot.rows, plot.is_band, strict=True):
-        line = Text(row, style, no_wrap=True)
+        line = Text(row, no_wrap=True)
         for at, is_band in enumerate(of_band):
             if is_band:
-                line.stylize("dim not bold", at, at + 1)
+                line.stylize("dim", at, at + 1)
         lines.append(line)
     return lines
