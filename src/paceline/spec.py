@@ -906,6 +906,10 @@ class Launch(Value):
         default=True,
         description="write report.html into the run folder at the end",
     )
+    nsys: bool = Field(
+        default=False,
+        description="start each rank under Nsight Systems; the reports are in the folder nsys of the run",
+    )
     monitor: float | Literal["off"] = Field(
         default=1.0,
         description="seconds between samples of processors, memory and GPUs of each node, or off",

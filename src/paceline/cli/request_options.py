@@ -271,6 +271,14 @@ def build_request(
             rich_help_panel=RUN,
         ),
     ] = None,
+    nsys: Annotated[
+        bool | None,
+        Option(
+            "--nsys/--no-nsys",
+            help="Start each rank under Nsight Systems, with --nvtx; reports: RUN/nsys [default: --no-nsys]",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
     device: Annotated[
         str | None, Option(help="Device: cpu or cuda [default: cuda if available]", rich_help_panel=RANKS)
     ] = None,
@@ -313,8 +321,9 @@ def build_request(
         "report": report,
         "monitor": monitor,
         "trace": trace,
-        "nvtx": nvtx,
         "mlflow": mlflow,
+        "nvtx": nvtx if nvtx is not None or not nsys else True,
+        "nsys": nsys,
         "graph": graph,
         "histograms": histograms,
         "device": device,

@@ -84,6 +84,10 @@ def resume(
         bool | None,
         typer.Option("--nvtx/--no-nvtx", help="Mark steps and their parts with NVTX [default: as before]"),
     ] = None,
+    nsys: Annotated[
+        bool | None,
+        typer.Option("--nsys/--no-nsys", help="Start ranks under Nsight Systems [default: as before]"),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Device: cpu or cuda [default: as before]")] = None,
     restarts: Annotated[
         int | None,
@@ -124,7 +128,8 @@ def resume(
         "mlflow": mlflow,
         "monitor": monitor,
         "trace": trace,
-        "nvtx": nvtx,
+        "nvtx": nvtx if nvtx is not None or not nsys else True,
+        "nsys": nsys,
         "histograms": histograms,
         "device": device,
         "restarts": restarts,

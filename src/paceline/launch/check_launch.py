@@ -3,7 +3,7 @@
 from paceline import task as tasks
 from paceline.distributed.world import World
 from paceline.errors import LaunchError
-from paceline.launch.launchers import find_launcher
+from paceline.launch.launchers import LAUNCHERS, find_launcher
 from paceline.launch.slurm.job_script import check_even_split
 from paceline.plan.plan import AUTO, Plan, ResolvedPlan, read_plan
 from paceline.report.mlflow_process import check_mlflow
@@ -17,6 +17,11 @@ def check_launch(spec: Spec, launch: Launch, me: World, task: tasks.Task | None 
     Raises an Error for whatever is wrong before the start.
     """
     check_mlflow(launch.mlflow)
+    if launch.nsys and (me.launcher is not None or find_launcher(launch) is not LAUNCHERS["local"]):
+        raise LaunchError(
+            "--nsys requires that Paceline starts the ranks on this machine; with another launcher, leave it "
+            "out and start each rank by nsys: mpirun -np 2 nsys profile paceline train …"
+        )
     if me.launcher is None:
         find_launcher(launch).check(launch)
     launch, plan, task = resolve_launch(spec, launch, me, task)

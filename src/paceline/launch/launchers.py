@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from paceline.distributed.world import World
 from paceline.errors import LaunchError
+from paceline.launch.nsys import check_program
 from paceline.run import RunFolder
 from paceline.spec import Launch
 from paceline.units import several
@@ -31,6 +32,8 @@ def _check_local(launch: Launch) -> None:
             f"--launcher local starts ranks on this machine only, got --nodes {launch.nodes}; leave out "
             "one of them"
         )
+    if launch.nsys:
+        check_program()
     check_count(launch.ranks or 1)
 
 
@@ -99,5 +102,8 @@ def find_launcher(launch: Launch) -> Launcher:
 def is_rank(launch: Launch, me: World) -> bool:
     """Return whether this process is a rank: a launcher started it as a rank, or one process is enough."""
     return me.launcher is not None or (
-        find_launcher(launch) is LAUNCHERS["local"] and launch.ranks == 1 and not launch.restarts
+        find_launcher(launch) is LAUNCHERS["local"]
+        and launch.ranks == 1
+        and not launch.restarts
+        and not launch.nsys
     )

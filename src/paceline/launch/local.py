@@ -21,6 +21,7 @@ def start(
     early: a fork server that was started before the run folder existed.
     Raises the Error that ended the training, or RankError for a rank that ended without an error message.
     """
+    has_nsys = run.next_request()[1].nsys
     with contextlib.nullcontext(early) if early is not None else fork_server(run, ranks, task_file) as server:
         # They import torch, while the fork server imports it too.
         from paceline.launch.supervise import kill_children, supervise
@@ -30,7 +31,11 @@ def start(
         return supervise(
             run,
             lambda on_restart, on_start: launch(
-                run, use_this_machine(ranks, server, task_file), restarts, on_restart, on_start
+                run,
+                use_this_machine(ranks, server, task_file, run if has_nsys else None),
+                restarts,
+                on_restart,
+                on_start,
             ),
             lambda only: kill_children(only, keep),
         )

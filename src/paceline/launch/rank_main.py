@@ -51,7 +51,7 @@ def run_started(
     spec, launch = run.next_request()  # it may be for more ranks, if nodes were lost
     started = threading.Event()
     with (
-        Interrupt(launcher) as interrupt,
+        Interrupt(launcher, is_child=not launch.nsys) as interrupt,
         contextlib.closing(
             _train_recorded(spec, launch, world, run, interrupt, importer, task_file)
         ) as training_events,

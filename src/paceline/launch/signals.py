@@ -4,6 +4,8 @@ import os
 import signal
 from types import FrameType
 
+from paceline.monitor.processes import process_birth
+
 STOPPED = 75  # exit status of a training that was stopped and can continue: EX_TEMPFAIL of sysexits.h
 
 
@@ -18,11 +20,14 @@ class Interrupt:
 
     The second signal ends this process at once. A rank of Paceline's launcher is ended by the launcher
     instead.
+    launcher: its process id. is_child: whether this process is a child of it; not so under nsys.
     """
 
-    def __init__(self, launcher: int | None = None) -> None:
+    def __init__(self, launcher: int | None = None, is_child: bool = True) -> None:
         self.is_requested = False
         self.launcher = launcher
+        self._birth = process_birth(launcher) if launcher is not None and not is_child else None
+        self._is_child = is_child
 
     def __enter__(self) -> "Interrupt":
         self._before = {number: signal.signal(number, self._request) for number in list_stop_signals()}
@@ -44,4 +49,8 @@ class Interrupt:
 
     def is_orphaned(self) -> bool:
         """Return whether the launcher of this rank was killed, so that no process would end this rank."""
-        return self.launcher is not None and os.getppid() != self.launcher
+        if self.launcher is None:
+            return False
+        if self._is_child:
+            return os.getppid() != self.launcher
+        return self._birth is None or process_birth(self.launcher) != self._birth

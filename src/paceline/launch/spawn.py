@@ -113,12 +113,21 @@ def mark_unfinished(run: RunFolder, rank: int) -> Path:
     return unfinished
 
 
-def spawn(run: Path, environ: Mapping[str, str], log: Path, task_file: Path | None = None) -> RankProcess:
-    """Start a rank. It saves and ends when this process is gone."""
+def spawn(
+    run: Path,
+    environ: Mapping[str, str],
+    log: Path,
+    task_file: Path | None = None,
+    prefix: Sequence[str] = (),
+) -> RankProcess:
+    """Start a rank. It saves and ends when this process is gone.
+
+    prefix: the words of a program that starts the rank.
+    """
     unfinished = mark_unfinished(RunFolder(run), int(environ["RANK"]))
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            [sys.executable, *build_rank_arguments(run, task_file)],
+            [*prefix, sys.executable, *build_rank_arguments(run, task_file)],
             env=build_shared_environment(int(environ["WORLD_SIZE"])) | dict(environ),
             stderr=file,
             start_new_session=True,

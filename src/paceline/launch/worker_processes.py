@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from paceline.distributed.store import LOOPBACK, open_store
 from paceline.errors import LaunchError
 from paceline.launch.fork_server import RankForkServer
+from paceline.launch.nsys import NsysSlot, make_report_folder
 from paceline.launch.signals import list_stop_signals
 from paceline.launch.spawn import build_rank_environments, spawn
 from paceline.plan.plan import parse
@@ -95,11 +96,21 @@ class _LocalSlot:
         return spawn(run, environ, log, self._task_file)
 
 
-def use_this_machine(ranks: int, server: RankForkServer | None, task_file: Path | None = None) -> Slots:
-    """Return slots on this machine. Ranks are forked if there is a fork server, else spawned."""
+def use_this_machine(
+    ranks: int,
+    server: RankForkServer | None,
+    task_file: Path | None = None,
+    nsys: RunFolder | None = None,
+) -> Slots:
+    """Return slots on this machine. Ranks are forked if there is a fork server, else spawned.
+
+    nsys: a run whose ranks are spawned under Nsight Systems."""
 
     @contextlib.contextmanager
     def open_slots(attempt: int, stop: StopRequest) -> Iterator[Sequence[Slot]]:
+        if nsys is not None:
+            yield [NsysSlot(make_report_folder(nsys), task_file)] * ranks
+            return
         while server is not None and not server.has_answered(POLL_S):
             stop.check()
         yield [server or _LocalSlot(task_file)] * ranks
