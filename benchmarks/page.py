@@ -2,7 +2,8 @@
 
 python benchmarks/page.py [--steps 1000000] [--runs 500] [--events 20]
 
-Times end when the data has arrived at the client; drawing it comes on top.
+Times end when a headless Chromium has drawn the data: for a run, the curve of the loss; for an event, the
+number in the heading of that curve.
 """
 
 import argparse
@@ -26,6 +27,17 @@ from typing import Any
 from paceline.cluster.cpu import read_cpu
 from report import BEGIN, STEP_S, write_run
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
+from browser import Browser, start_browser
+
+# The time, on the clock of the system, at which the page has drawn a frame after a condition holds.
+DRAWN = """new Promise(done => {
+    const look = () => (CONDITION)
+        ? requestAnimationFrame(() => requestAnimationFrame(() => done(Date.now() / 1000)))
+        : setTimeout(look, 5);
+    look();
+})"""
+LOSS = "document.querySelector('section[aria-label=\"Loss\"]')"
 STATIC = Path(__file__).parents[1] / "src/paceline/web/static"
 
 
@@ -78,43 +90,60 @@ def serve(runs: Path, cache: Path) -> Iterator[Client]:
             process.stdout.close()
 
 
-def open_run(client: Client) -> tuple[float, Iterator[tuple[dict[str, Any], int]]]:
-    """Return the seconds until the curves of the only run have arrived, and its stream."""
-    start = time.perf_counter()
-    [row] = next(client.messages())[0]["lists"]["runs"]["rows"]
-    stream = client.messages(f"run={row['id']}")
-    for message, _ in stream:
-        if "curve:step:loss" in message.get("tables", {}):
-            break
-    return time.perf_counter() - start, stream
+def open_page(browser: Browser, client: Client, condition: str, fragment: str = "") -> float:
+    """Return the seconds from opening the page until it has drawn a frame after a condition holds."""
+    name, value = client.cookie.split("=", 1)
+    address = f"http://{client.host}{client.path}"
+    browser.call("Network.setCookie", name=name, value=value, url=address, path=client.path)
+    browser.call("Page.navigate", url="about:blank")
+    start = time.time()
+    browser.open(address + fragment)
+    return wait_until_drawn(browser, condition) - start
 
 
-def append_steps(run: Path, stream: Iterator[tuple[dict[str, Any], int]], first: int, count: int) -> None:
-    """Append single steps, and print how long each takes to arrive and how many bytes are sent for it."""
-    delays, sizes = [], []
+def wait_until_drawn(browser: Browser, condition: str) -> float:
+    drawn: float = browser.run(DRAWN.replace("CONDITION", condition))
+    return drawn
+
+
+def append_steps(browser: Browser, run: Path, first: int, count: int) -> None:
+    """Append single steps, and print how long each takes from the write to the pixel."""
+    delays = []
     for number in range(first, first + count):
         event: dict[str, Any] = {"time": BEGIN + STEP_S * number, "event": "step", "step": number}
-        event |= {"samples": 64 * number, "loss": random.random(), "grad_norm": 1.0, "lr": 0.1}
+        event |= {"samples": 64 * number, "loss": 1000.0 + number - first, "grad_norm": 1.0, "lr": 0.1}
         event |= {"step_s": STEP_S, "data_s": 0.0, "samples_per_s": 64 / STEP_S}
-        start = time.perf_counter()
+        written = time.time()
         with open(run / "events.jsonl", "a") as file:
             file.write(json.dumps(event) + "\n")
-        sent = 0
-        for message, size in stream:
-            sent += size
-            header = message.get("panels", {}).get("header", {})
-            if header.get("step") == number:
-                break
-        delays.append(time.perf_counter() - start)
-        sizes.append(sent)
-    print(
-        f"{'step written to step received':38} {statistics.median(delays):8.2f} s (most: {max(delays):.2f} s)"
-    )
-    print(f"{'sent for a step':38} {statistics.median(sizes) / 1e3:8.1f} kB")
+        shown = f"now {1000 + number - first:,}"
+        delays.append(wait_until_drawn(browser, f"{LOSS}.innerText.includes('{shown}')") - written)
+        time.sleep(random.random())
+    median, most = statistics.median(delays), max(delays)
+    print(f"{'step written to pixel':46} {median:8.2f} s (most: {most:.2f} s)")
+
+
+def measure_run(folder: Path, run: Path, steps: int, events: int) -> None:
+    """Print how long the first paint of the run takes, and then a new event; and the memory of the server."""
+    has_curve = f"{LOSS}?.innerText.includes('now')"
+    has_all = f"{has_curve} && !document.querySelector('[role=status]').innerText.includes('being read')"
+    with start_browser(folder / "profile") as browser:
+        for what in ("first paint, read for the first time", "first paint, the server was started again"):
+            with serve(run, folder / "cache") as client:
+                began = time.time()
+                print(f"{what:46} {open_page(browser, client, has_curve):8.2f} s")
+                print(f"{'  all steps are drawn':46} {wait_until_drawn(browser, has_all) - began:8.2f} s")
+                if "again" not in what:
+                    continue
+                again = statistics.median(open_page(browser, client, has_curve) for _ in range(5))
+                print(f"{'first paint, the page was opened again':46} {again:8.2f} s")
+                append_steps(browser, run, steps + 1, events)
+                print(f"{'peak memory of the server':46} {client.peak_bytes() / 1e6:8.0f} MB")
+                assert browser.errors == []
 
 
 def measure_list(folder: Path, run: Path, count: int) -> None:
-    """Print how long the list of that many runs takes."""
+    """Print how long the list of that many runs takes, and how many bytes a new step costs."""
     runs = folder / "many"
     runs.mkdir()
     small = (run / "events.jsonl").read_text().splitlines(keepends=True)[:1000]
@@ -122,12 +151,42 @@ def measure_list(folder: Path, run: Path, count: int) -> None:
         (runs / str(number)).mkdir()
         shutil.copy(run / "spec.toml", runs / str(number))
         (runs / str(number) / "events.jsonl").write_text("".join(small))
-    with serve(runs, folder / "cache-many") as client:
-        start = time.perf_counter()
-        rows = next(client.messages())[0]["lists"]["runs"]["rows"]
-        seconds = time.perf_counter() - start
-        assert len(rows) == count
-        print(f"{f'list of {count} runs':38} {seconds:8.2f} s")
+    with serve(runs, folder / "cache-many") as client, start_browser(folder / "profile-many") as browser:
+        has_list = f"document.querySelectorAll('tbody tr').length == {count}"
+        print(f"{f'list of {count} runs':46} {open_page(browser, client, has_list):8.2f} s")
+        stream = client.messages()
+        first, whole = next(stream)
+        assert len(first["lists"]["runs"]["rows"]) == count
+        sizes = []
+        for number in range(5):
+            with open(runs / str(number) / "events.jsonl", "a") as file:
+                file.write(small[-1])
+            sizes.append(next(stream)[1])
+        print(f"{'sent for the list':46} {whole / 1e3:8.1f} kB")
+        print(f"{'sent for a step of one of these runs':46} {statistics.median(sizes) / 1e3:8.1f} kB")
+
+
+def measure_traffic(folder: Path, run: Path, steps: int) -> None:
+    """Print how many bytes are sent for the curves of a run, and for a new step."""
+    with serve(run, folder / "cache") as client:
+        [row] = next(client.messages())[0]["lists"]["runs"]["rows"]
+        stream = client.messages(f"run={row['id']}")
+        whole = 0
+        for message, size in stream:
+            whole += size
+            if "curve:step:loss" in message.get("tables", {}):
+                break
+        lines = (run / "events.jsonl").read_text().splitlines()[-1]
+        step = json.loads(lines) | {"step": steps}
+        with open(run / "events.jsonl", "a") as file:
+            file.write(json.dumps(step) + "\n")
+        sent = 0
+        for message, size in stream:
+            sent += size
+            if message.get("panels", {}).get("header", {}).get("step") == steps:
+                break
+        print(f"{'sent for the run':46} {whole / 1e3:8.1f} kB")
+        print(f"{'sent for a step of the run':46} {sent / 1e3:8.1f} kB")
 
 
 def main() -> None:
@@ -140,18 +199,13 @@ def main() -> None:
         folder = Path(name)
         run = write_run(folder, options.steps)
         print(f"{read_cpu().name}, {os.cpu_count()} cores; a run of {options.steps:,} steps")
-        for what in ("read for the first time", "read again"):
-            with serve(run, folder / "cache") as client:
-                seconds, stream = open_run(client)
-                print(f"{what:38} {seconds:8.2f} s")
-                if what == "read again":
-                    append_steps(run, stream, options.steps + 1, options.events)
-                    print(f"{'peak memory of the server':38} {client.peak_bytes() / 1e6:8.0f} MB")
+        measure_run(folder, run, options.steps, options.events)
+        measure_traffic(folder, run, options.steps + options.events + 1)
         measure_list(folder, run, options.runs)
     packed = sum(
         len(gzip.compress(path.read_bytes())) for path in STATIC.glob("*.*") if path.suffix != ".sha256"
     )
-    print(f"{'page, compressed':38} {packed / 1e3:8.1f} kB")
+    print(f"{'page, compressed':46} {packed / 1e3:8.1f} kB")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ export interface Curves {
   names: string[];
   count: number;
   marks: Mark[];
+  is_preview?: boolean;
 }
 
 /** Name, measured, predicted, standard deviation of the prediction. */

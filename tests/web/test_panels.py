@@ -3,10 +3,13 @@
 import contextlib
 import json
 import random
+import threading
 from typing import Any
 
 import pytest
 
+from paceline.report.run_view import CurveReader
+from paceline.web import runs
 from paceline.web.curves import Selection
 from paceline.web.panels import build
 from paceline.web.runs import RunList, WatchedRun
@@ -178,3 +181,37 @@ def test_list_follows_the_folder(tmp_path):
     runs._looked = -1e9
     [again] = runs.rows()
     assert (again["id"], again["step"], again["loss"]) == (row["id"], 6, 0.5)
+
+
+def test_long_run_shows_a_sample_of_its_steps_first(run, monkeypatch):
+    """While the steps are read, the page has curves of evenly spaced steps; then those of all steps."""
+    monkeypatch.setattr(runs, "MIN_PREVIEW_BYTES", 0)
+    may_read = threading.Event()
+
+    class SlowReader(CurveReader):
+        def refresh(self) -> None:
+            assert may_read.wait(60)
+            super().refresh()
+
+    monkeypatch.setattr(runs, "CurveReader", SlowReader)
+    watched = WatchedRun("x", run)
+    before = watched.sign()
+    panels, tables = build(watched, Selection(axis="samples"))
+    assert panels["curves"]["is_preview"]
+    assert panels["header"]["step"] == 40
+    assert panels["header"]["updated"] == 1.7e9 + 40
+    assert panels["curves"]["names"] == ["step:loss", "step:samples_per_s", "step:step_s", "step:data_s"]
+    assert tables["curve:step:loss"]["x"] == [*range(1, 41)]
+    assert {*tables["curve:step:loss"]["mean"]} == {1.0}
+    assert tables["parts"]["x"] == [40]
+    json.dumps([panels, tables], allow_nan=False)
+    may_read.set()
+    with watched.lock:
+        watched.wait_for_curves()
+    assert watched.sign() != before
+    panels, tables = build(watched, Selection(axis="samples"))
+    assert "is_preview" not in panels["curves"]
+    assert tables["curve:step:loss"]["x"] == [*range(8, 328, 8)]
+    with run.events.open("a") as file:
+        file.write(json.dumps(step(41, 1.7e9 + 41, random.Random(1))) + "\n")
+    assert build(watched, Selection())[1]["curve:step:loss"]["x"][-1] == 41

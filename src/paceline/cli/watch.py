@@ -121,6 +121,7 @@ def watch(
     from paceline.web.textfile import write_regularly
 
     access, run_list = Access(), RunList(path, price)
+    run_list.prefetch()
     if metrics:
         token = metrics_token.read_or_create(token_file) if token_file is not None else access.token
         access = dataclasses.replace(access, metrics_token=token)

@@ -28,7 +28,7 @@ from itertools import accumulate
 
 from paceline import events
 from paceline.errors import RunError
-from paceline.events import Evaluated, EventReader, Failed, Saved, Skipped, Started
+from paceline.events import Evaluated, EventReader, Failed, Saved, Skipped, Started, Step
 from paceline.report import curve_cache
 from paceline.report.breakdown import RunBreakdown, RunBreakdownBuilder
 from paceline.report.curve_points import AXES, CurvePoints, find_points
@@ -55,6 +55,7 @@ class RunView:
 
     def _reset(self) -> None:
         self._summary, self._breakdown, self.log = SummaryBuilder(), RunBreakdownBuilder(), EventLog()
+        self.last_time: float | None = None  # of the last step or start
 
     def refresh(self) -> bool:
         """Read the lines appended since the last call, and return whether there were any.
@@ -70,6 +71,8 @@ class RunView:
                 self._summary.add(event, count)
                 self._breakdown.add(event, count)
                 self.log.add(event)
+                if isinstance(event, (Started, Step)):
+                    self.last_time = event.time
                 is_new = True
             if self._curve_reader is not None:
                 self._curve_reader.refresh()
@@ -103,6 +106,15 @@ class RunView:
                 reader.refresh()
             self._curve_reader = reader
         return self._curve_reader.curves
+
+    @property
+    def has_curves(self) -> bool:
+        """Whether the curves were read, so that they are available at once."""
+        return self._curve_reader is not None
+
+    def use_curves(self, reader: "CurveReader") -> None:
+        """Use curves that another thread has read."""
+        self._curve_reader = reader
 
     @property
     def machine(self) -> MachineSamples:
@@ -273,11 +285,13 @@ class RunGlance:
     skipped: Skipped = field(default_factory=Skipped)  # of the lines that were read
 
 
-def glance(run: RunFolder) -> RunGlance:
-    """Return the present state of a run. Raises RunError for an unreadable file."""
+def glance(run: RunFolder, size: int = 2**16) -> RunGlance:
+    """Return the present state of a run. Raises RunError for an unreadable file.
+
+    size: bytes of the last lines."""
     skipped, builder = Skipped(), SummaryBuilder()
     with events.readable(run.events):
-        begin, lines = events.tail(run.events, skipped)
+        begin, lines = events.tail(run.events, skipped, size)
         has_start = any(isinstance(event, Started) for event in lines)
         before = (
             events.last(run.events, Started, Evaluated, Saved, Failed, until=(Started,), before=begin)

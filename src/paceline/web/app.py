@@ -203,6 +203,7 @@ class PageServer:
                 raise RunError(f"{name} must be a number") from None
         with watched.lock:
             watched.refresh()
+            watched.wait_for_curves()
             is_step = query.get("name", "").startswith("step:")
             points = find_curve(
                 watched.view, query.get("name", ""), selection.axis, limit, **(range_ if is_step else {})

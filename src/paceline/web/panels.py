@@ -14,6 +14,7 @@ from paceline.units import without_controls
 from paceline.web.curves import MAX_CURVES, Selection, build_tables, list_names, round_to
 from paceline.web.machine import build_machine, build_map
 from paceline.web.prediction import read_prediction
+from paceline.web.preview import build_preview
 from paceline.web.runs import WatchedRun, find_state, show_name
 from paceline.web.settings import build_differences, build_origin
 
@@ -48,19 +49,11 @@ def build(run: WatchedRun, selection: Selection) -> tuple[Panels, Tables]:
     try:
         run.refresh()
         view = run.view
-        axis = selection.axis if selection.axis in view.axes else "step"
+        has_curves = run.has_curves()
         panels["header"] = build_header(run)
-        names = list_names(view)
-        shown = [name for name in names if selection.filter.lower() in name.lower()][:MAX_CURVES]
-        panels["curves"] = {
-            "axis": axis,
-            "axes": view.axes,
-            "names": shown,
-            "count": len(names),
-            "marks": build_marks(view, axis),
-        }
-        tables |= build_tables(view, axis, shown)
-        panels["parts"], tables["parts"] = build_parts(run, axis)
+        panels["curves"], of_curves = build_curves(view, selection) if has_curves else build_preview(view)
+        tables |= of_curves
+        panels["parts"], tables["parts"] = build_parts(run, panels["curves"]["axis"] if has_curves else None)
         tables["log"] = build_log(view)
         panels["machine"], of_machine = build_machine(view, selection.node)
         panels["map"], of_map = build_map(view, selection.map, run.summary.started)
@@ -68,10 +61,26 @@ def build(run: WatchedRun, selection: Selection) -> tuple[Panels, Tables]:
         panels["findings"] = run.findings.panel
         panels["pipeline"] = run.pipeline.panel
         panels["origin"] = build_origin(run)
-        panels["problems"] = [without_controls(text) for text in view.problems]
+        if has_curves:
+            panels["problems"] = [without_controls(text) for text in view.problems]
     except Error as error:
         panels["problems"] = [str(error)]
     return panels, tables
+
+
+def build_curves(view: RunView, selection: Selection) -> tuple[Panels, Tables]:
+    """Return which curves are shown, with the marks on them, and their tables."""
+    axis = selection.axis if selection.axis in view.axes else "step"
+    names = list_names(view)
+    shown = [name for name in names if selection.filter.lower() in name.lower()][:MAX_CURVES]
+    panel = {
+        "axis": axis,
+        "axes": view.axes,
+        "names": shown,
+        "count": len(names),
+        "marks": build_marks(view, axis),
+    }
+    return panel, build_tables(view, axis, shown)
 
 
 def build_comparison(run: WatchedRun, others: Sequence[WatchedRun], panels: Panels) -> tuple[Panels, Tables]:
@@ -85,6 +94,7 @@ def build_comparison(run: WatchedRun, others: Sequence[WatchedRun], panels: Pane
         with other.lock:
             try:
                 other.refresh()
+                other.wait_for_curves()
                 axis = shown.get("axis", "step")
                 if axis in other.view.axes:
                     keys = [key for key in shown.get("names", ()) if key in list_names(other.view)]
@@ -104,8 +114,7 @@ def build_header(run: WatchedRun) -> dict[str, Any]:
     summary, started = run.summary, run.summary.started
     state, sentence = find_state(run.folder, summary)
     header: dict[str, Any] = {"name": show_name(run.folder.path), "state": state, "sentence": sentence}
-    times = view.curves.times
-    last = max([times[-1]] if len(times) else [], default=started.time if started is not None else None)
+    last = view.last_time
     header |= {"updated": last, "starts": summary.starts, "is_sampled": summary.sampled is not None}
     if started is None:
         return header
@@ -155,12 +164,17 @@ def build_marks(view: RunView, axis: str) -> list[dict[str, Any]]:
     ]
 
 
-def build_parts(run: WatchedRun, axis: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Return the parts of a step and of memory, measured and predicted, and the measured parts over time."""
+def build_parts(run: WatchedRun, axis: str | None) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Return the parts of a step and of memory, measured and predicted, and the measured parts over time.
+
+    axis: of the times; None: steps, while the curves are being read."""
     view = run.view
     profiles = [*view.log.profiles][-MAX_PROFILES:]
-    values = view.values_of(axis)
-    table: dict[str, list[Any]] = {"x": [round_to(view.interpolate(p.step, values), 10) for p in profiles]}
+    x: list[Any] = [profile.step for profile in profiles]
+    if axis is not None:
+        values = view.values_of(axis)
+        x = [round_to(view.interpolate(step, values), 10) for step in x]
+    table: dict[str, list[Any]] = {"x": x}
     for part in TIME_PARTS:
         table[part] = [round_to(_finite(profile.seconds.get(part)), 4) for profile in profiles]
     panel: dict[str, Any] = {"colours": PART_COLOURS, "memory_colours": MEMORY_COLOURS}

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline import events
 from paceline.errors import Error, RunError
 from paceline.events import Started
 from paceline.report.run_state import describe_run
-from paceline.report.run_view import RunView, glance
+from paceline.report.run_view import CurveReader, RunView, glance
 from paceline.report.summary import Summary
 from paceline.run import RunFolder, open_run
 from paceline.units import several, without_controls
@@ -22,6 +23,8 @@ from paceline.web.background import BackgroundPanel
 
 MAX_RUNS = 2000  # in the list: those that were written to last
 MAX_VIEWS = 8  # runs whose history is kept in memory
+ROW_BYTES = 2**13  # of the last lines of a run, for its row: about 30 steps
+MIN_PREVIEW_BYTES = 2**24  # of events; the page of a longer run first shows a sample of its steps
 LIST_S = 1.0  # between two looks at the folder
 STATES = re.compile("running|done|stopped|interrupted|failed|not started")
 
@@ -66,6 +69,20 @@ class RunList:
                 self._look()
                 self._looked = time.monotonic()
             return [*self._runs.values()]
+
+    def prefetch(self) -> None:
+        """Read what the first page needs, in a thread: the list, and the history of a single run."""
+
+        def read() -> None:
+            listed = self.listed()
+            if self.is_single and listed:
+                with contextlib.suppress(Error):
+                    watched = self.watch(listed[0].id)
+                    with watched.lock:
+                        watched.refresh()
+                        watched.has_curves()
+
+        threading.Thread(target=read, daemon=True).start()
 
     @property
     def is_single(self) -> bool:
@@ -130,6 +147,37 @@ class WatchedRun:
         self.pipeline = BackgroundPanel(self._compute_pipeline, pipeline.EVERY_S)
         self.origin: tuple[Signature, dict[str, Any]] | None = None  # a panel, and of which files it is
         self._signature = UNREAD
+        self._reading: threading.Thread | None = None  # the curves of a long run
+        self._reader: CurveReader | None = None
+
+    def has_curves(self) -> bool:
+        """Return whether all steps were read. Those of a long run are read by a thread. Hold the lock."""
+        if self.view.has_curves or self._find_size() < MIN_PREVIEW_BYTES:
+            return True
+        if self._reader is not None:
+            self.view.use_curves(self._reader)
+            return True
+        if self._reading is None:
+            self._reading = threading.Thread(target=self._read_curves, daemon=True)
+            self._reading.start()
+        return not self._reading.is_alive()  # it failed, and the view says why
+
+    def wait_for_curves(self) -> None:
+        """Return when all steps were read. The lock must be held."""
+        if not self.has_curves() and self._reading is not None:
+            self._reading.join()
+            self.has_curves()
+
+    def _read_curves(self) -> None:
+        with contextlib.suppress(RunError), events.readable(self.folder.events):
+            reader = CurveReader(self.folder)
+            reader.refresh()
+            self._reader = reader
+
+    def _find_size(self) -> int:
+        with contextlib.suppress(OSError):
+            return self.folder.events.stat().st_size
+        return 0
 
     def refresh(self) -> None:
         """Read what was appended. The lock must be held. Raises RunError for an unreadable file."""
@@ -144,7 +192,7 @@ class WatchedRun:
             self.folder, self.view.log.starts[-1] if self.view.log.starts else None
         )
 
-    def sign(self) -> tuple[Signature, bool, int, int]:
+    def sign(self) -> tuple[Signature, bool, bool, int, int]:
         """Return a value that differs when there is something new."""
         is_locked = False
         with contextlib.suppress(RunError):
@@ -152,7 +200,8 @@ class WatchedRun:
         signature = sign(self.folder.events, self.folder.spec, self.folder.profile, *self._find_samples())
         self.findings.poll((signature, is_locked))
         self.pipeline.poll((sign(*pipeline.find_traces(self.folder)), len(self.view.log.starts)))
-        return signature, is_locked, self.findings.version, self.pipeline.version
+        is_read = self._reader is not None
+        return signature, is_locked, is_read, self.findings.version, self.pipeline.version
 
     def _find_samples(self) -> list[Path]:
         with contextlib.suppress(OSError):
@@ -195,7 +244,7 @@ def _is_run(path: Path) -> bool:
 def _build_row(run_id: str, run: RunFolder) -> tuple[dict[str, Any], Summary | None]:
     row: dict[str, Any] = {"id": run_id, "name": show_name(run.path), "state": "damaged", "problem": ""}
     try:
-        summary = glance(open_run(run.path, needs_request=run.spec.exists())).summary
+        summary = glance(open_run(run.path, needs_request=run.spec.exists()), ROW_BYTES).summary
         row["state"], row["sentence"] = find_state(run, summary)
     except Error as error:
         return row | {"problem": str(error)}, None
