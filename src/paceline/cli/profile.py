@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.report.profile import PredictionReport
 
 Option = typer.Option
+FLAME_GRAPH = "Flame graph"
 
 
 def profile(
@@ -36,6 +37,26 @@ def profile(
         Path | None,
         Option(metavar="FILE", help="Draw predicted and measured values into this SVG or PNG file."),
     ] = None,
+    stacks: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE.svg",
+            help="Only sample the Python stacks of a rank that trains, and draw a flame graph (py-spy).",
+            rich_help_panel=FLAME_GRAPH,
+        ),
+    ] = None,
+    rank: Annotated[
+        int, Option(min=0, help="Rank of the flame graph [default: 0].", rich_help_panel=FLAME_GRAPH)
+    ] = 0,
+    seconds: Annotated[
+        int,
+        Option(
+            min=1,
+            max=3600,
+            help="Duration of the samples, 100 a second [default: 10].",
+            rich_help_panel=FLAME_GRAPH,
+        ),
+    ] = 10,
 ) -> None:
     """Show where the time and memory of a run went, next to the predicted values."""
     from paceline.cli.plan_options import check_outputs
@@ -50,6 +71,11 @@ def profile(
     )
     from paceline.run import open_run
 
+    if stacks is not None:
+        if json is not None or plot is not None or update:
+            raise SpecError("--stacks only draws a flame graph; leave out --json, --plot and --update")
+        _draw_flame_graph(open_run(run), stacks, rank, seconds)
+        return
     check_outputs(json, plot)
     if update and measured:
         raise SpecError("--update requires a prediction, which --measured leaves out; give only one of them")
@@ -90,6 +116,14 @@ def profile(
         *([update_message] if update_message else []),
     ]:
         console.print(line, soft_wrap=True, markup=False)
+
+
+def _draw_flame_graph(folder: RunFolder, path: Path, rank: int, seconds: int) -> None:
+    from paceline.doctor.flame_graph import record_flame_graph
+
+    print(f"sampling rank {rank} for {several(seconds, 'second')}", flush=True)
+    record_flame_graph(folder, rank, seconds, path)
+    print(f"wrote {path}; open it in a browser")
 
 
 def predict_run(

@@ -92,7 +92,7 @@ def find_state(beat: Heartbeat | None) -> str:
         return "missing"
     if beat.phase == heartbeat.ENDED:
         return "ended"
-    if _is_remote(beat):
+    if is_remote(beat):
         return "runs"
     with contextlib.suppress(psutil.Error):
         if heartbeat.process_birth(beat.pid) == beat.birth:  # otherwise another process has its id now
@@ -120,7 +120,7 @@ def inspect_ranks(run: RunFolder) -> list[RankState]:
             if answer is not None and answer.asked == request:
                 answers[rank] = answer
                 waiting.remove(rank)
-        limit_s = REMOTE_ANSWER_S if any(_is_remote(beats[rank]) for rank in waiting) else LOCAL_ANSWER_S
+        limit_s = REMOTE_ANSWER_S if any(is_remote(beats[rank]) for rank in waiting) else LOCAL_ANSWER_S
         if time.monotonic() - began > limit_s:
             break
         time.sleep(0.05)
@@ -128,14 +128,14 @@ def inspect_ranks(run: RunFolder) -> list[RankState]:
     for rank, (before, state) in enumerate(zip(beats, states, strict=True)):
         now: Heartbeat | None = heartbeat.read(run.alive(rank), Heartbeat) if before is not None else None
         beat = heartbeat.shift_times(now, heartbeat.clock_offset_s(run.ranks)) if now is not None else before
-        if beat is not None and before is not None and _is_remote(beat) and state == "runs":
+        if beat is not None and before is not None and is_remote(beat) and state == "runs":
             state = "silent" if rank in waiting and beat.time < before.time + EVERY_S / 10 else "runs"
             beat = _shift_to_now(beat) if state == "runs" else beat
         ranks.append(_inspect_rank(run, rank, beat, state, answers.get(rank)))
     return ranks
 
 
-def _is_remote(beat: Heartbeat | None) -> bool:
+def is_remote(beat: Heartbeat | None) -> bool:
     return beat is not None and beat.host != platform.node()
 
 
@@ -147,7 +147,7 @@ def _shift_to_now(beat: Heartbeat) -> Heartbeat:
 def _inspect_rank(
     run: RunFolder, rank: int, beat: Heartbeat | None, state: str, answer: StackAnswer | None
 ) -> RankState:
-    is_local = beat is not None and not _is_remote(beat)
+    is_local = beat is not None and not is_remote(beat)
     stack: Sequence[Frame] = answer.stack if answer is not None else ()
     if beat is not None and is_local and state == "runs" and answer is None:  # C code holds Python's lock
         stack = _signal_for_stack(run, rank, beat.pid)
