@@ -204,7 +204,6 @@ class Page {
     if (!this.run && why) lines.push(why);
     if (this.run && header && !["running", "done", "not started"].includes(header.state)) lines.push(header.sentence);
     if (this.run && !gone) lines.push(...problems);
-    if (this.run && this.store.panels.curves?.is_preview) lines.push("This run is long: all of its steps are being read. Until then, the curves show evenly spaced steps.");
     const key = lines.join("\n");
     if (this.alerts.dataset.key === key) return;
     this.alerts.dataset.key = key;

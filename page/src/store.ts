@@ -54,7 +54,6 @@ export interface Curves {
   names: string[];
   count: number;
   marks: Mark[];
-  is_preview?: boolean;
 }
 
 /** Name, measured, predicted, standard deviation of the prediction. */
@@ -171,7 +170,8 @@ export interface Message {
   panels?: Panels;
   tables?: Record<string, Update>;
   removed?: string[];
-  lists?: { runs?: { order?: string[]; rows?: RunRow[] } };
+  /** order: identifiers of new rows, and first and count of neighbours in the old order. */
+  lists?: { runs?: { order?: (string | [number, number])[]; rows?: RunRow[] } };
 }
 
 export class Store {
@@ -196,7 +196,8 @@ export class Store {
     const runs = message.lists?.runs;
     if (runs) {
       const known = new Map((this.panels.runs ?? []).map((row) => [row.id, row]));
-      const order = runs.order ?? [...known.keys()];
+      const old = [...known.keys()];
+      const order = runs.order?.flatMap((part) => (typeof part === "string" ? part : old.slice(part[0], part[0] + part[1]))) ?? old;
       for (const row of runs.rows ?? []) known.set(row.id, row);
       this.panels.runs = order.map((id) => known.get(id)).filter((row) => row !== undefined);
       changed.add("runs");

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -140,6 +141,25 @@ def test_output_has_the_token_once(server):
     output = server.output.output_so_far()
     assert output.out.count(server.token) == 1
     assert output.err == ""
+
+
+def test_pages_that_were_closed_do_not_count(server):
+    """32 pages may be open at once. Browsers that close theirs, or are killed, make room."""
+    for _ in range(3):
+        opened = [server.send(f"{server.path}stream", "GET", server.cookie) for _ in range(32)]
+        for connection in opened:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        answer = server.ask("stream")
+        assert (answer.status, answer.text) == (503, "32 pages are open; close one")
+        for connection in opened:
+            connection.close()
+        deadline = time.monotonic() + 60
+        while True:  # the server sees the end of a connection at its next look
+            with server.send(f"{server.path}stream", "GET", server.cookie) as connection:
+                if connection.recv(12) == b"HTTP/1.1 200":
+                    break
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 def test_socket_is_only_for_its_user(tmp_path):

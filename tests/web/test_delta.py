@@ -19,8 +19,11 @@ def apply(state: dict[str, Any], message: dict[str, Any]) -> None:
     for name in message.get("removed", []):
         del state["tables"][name]
     for name, change in message.get("lists", {}).items():
+        old = [row["id"] for row in state["lists"].get(name, [])]
         known = {row["id"]: row for row in [*state["lists"].get(name, []), *change.get("rows", [])]}
-        order = change.get("order", [row["id"] for row in state["lists"].get(name, [])])
+        order: list[str] = []
+        for part in change.get("order", [[0, len(old)]]):
+            order += [part] if isinstance(part, str) else old[part[0] : part[0] + part[1]]
         state["lists"][name] = [known[key] for key in order]
 
 
@@ -78,7 +81,10 @@ def test_list_sends_only_changed_rows():
     rows[7] = {"id": "7", "step": 1}
     assert sent.advance({}, {}, {"runs": rows}) == {"lists": {"runs": {"rows": [rows[7]]}}}
     assert sent.advance({}, {}, {"runs": rows}) == {}
-    assert sent.advance({}, {}, {"runs": rows[1:]})["lists"]["runs"]["order"][0] == "1"
+    assert sent.advance({}, {}, {"runs": rows[1:]})["lists"]["runs"]["order"] == [[1, 499]]
+    front = [rows[400], *rows[1:400], *rows[401:]]
+    order = sent.advance({}, {}, {"runs": front})["lists"]["runs"]["order"]
+    assert order == [[399, 1], [0, 399], [400, 99]]
 
 
 def test_traffic_is_proportional_to_new_rows():

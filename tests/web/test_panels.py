@@ -12,6 +12,7 @@ from paceline.report.run_view import CurveReader
 from paceline.web import runs
 from paceline.web.curves import Selection
 from paceline.web.panels import build
+from paceline.web.preview import PREVIEW
 from paceline.web.runs import RunList, WatchedRun
 from run_lines import folder, started, step
 
@@ -197,7 +198,7 @@ def test_long_run_shows_a_sample_of_its_steps_first(run, monkeypatch):
     watched = WatchedRun("x", run)
     before = watched.sign()
     panels, tables = build(watched, Selection(axis="samples"))
-    assert panels["curves"]["is_preview"]
+    assert panels["problems"] == [PREVIEW]
     assert panels["header"]["step"] == 40
     assert panels["header"]["updated"] == 1.7e9 + 40
     assert panels["curves"]["names"] == ["step:loss", "step:samples_per_s", "step:step_s", "step:data_s"]
@@ -205,13 +206,20 @@ def test_long_run_shows_a_sample_of_its_steps_first(run, monkeypatch):
     assert {*tables["curve:step:loss"]["mean"]} == {1.0}
     assert tables["parts"]["x"] == [40]
     json.dumps([panels, tables], allow_nan=False)
+    watched.sign()
+    build(watched, Selection())
     may_read.set()
+    assert watched._reading is not None
+    watched._reading.join()
+    with run.events.open("a") as file:  # after the thread has read the others
+        file.write(json.dumps(step(41, 1.7e9 + 41, random.Random(1))) + "\n")
     with watched.lock:
+        watched.refresh()
         watched.wait_for_curves()
     assert watched.sign() != before
     panels, tables = build(watched, Selection(axis="samples"))
-    assert "is_preview" not in panels["curves"]
-    assert tables["curve:step:loss"]["x"] == [*range(8, 328, 8)]
+    assert PREVIEW not in panels["problems"]
+    assert tables["curve:step:loss"]["x"] == [*range(8, 336, 8)]
     with run.events.open("a") as file:
-        file.write(json.dumps(step(41, 1.7e9 + 41, random.Random(1))) + "\n")
-    assert build(watched, Selection())[1]["curve:step:loss"]["x"][-1] == 41
+        file.write(json.dumps(step(42, 1.7e9 + 42, random.Random(1))) + "\n")
+    assert build(watched, Selection())[1]["curve:step:loss"]["x"][-1] == 42

@@ -118,12 +118,16 @@ def wait(browser, script: str, holds: Callable[[object], bool] = bool) -> object
     return value
 
 
-def open_run(browser, server, name: str = "first", **options) -> None:
-    name_, value = server.cookie.split("=", 1)
+def open_page(browser, server, **options) -> None:
+    name, value = server.cookie.split("=", 1)
     address = f"http://{server.host}{server.path}"
-    browser.call("Network.setCookie", name=name_, value=value, url=address, path=server.path)
+    browser.call("Network.setCookie", name=name, value=value, url=address, path=server.path)
     browser.open(address, **options)
     wait(browser, "document.body?.dataset.ready")
+
+
+def open_run(browser, server, name: str = "first", **options) -> None:
+    open_page(browser, server, **options)
     link = f"[...document.querySelectorAll('td a')].find(link => link.textContent == {json.dumps(name)})"
     wait(browser, f"!!{link}")
     browser.run(f"{link}.click()")
@@ -427,6 +431,41 @@ def test_deleted_run_is_reported(runs, server, browser):
     run.spec.unlink()
     run.path.rmdir()
     wait(browser, "document.querySelector('[role=status]').innerText.includes('folder was deleted')")
+
+
+@pytest.mark.parametrize("is_single", [False, True], ids=["folder", "run"])
+def test_folder_that_disappears_is_reported(browser, tmp_path, is_single):
+    """The page names the reason, and shows the run again when the folder is back."""
+    (tmp_path / "runs").mkdir()
+    run = folder(tmp_path / "runs/a", build_lines(5))
+    with watch(run.path if is_single else "runs", at=tmp_path) as watching:
+        open_page(browser, watching)  # which shows the only run
+        has_run = "document.querySelector('header').innerText.includes('a · interrupted')"
+        wait(browser, has_run)
+        (tmp_path / "runs").rename(tmp_path / "moved")
+        status = "document.querySelector('[role=status]').innerText"
+        wait(browser, f"{status}.includes('folder was deleted')")
+        browser.run("location.hash = '#'")
+        wait(browser, f"{status}.includes('cannot read') && {status}.includes('No such file')")
+        (tmp_path / "moved").rename(tmp_path / "runs")
+        wait(browser, has_run)
+    assert browser.errors == []
+
+
+def test_page_with_10000_metrics_stays_usable(runs, server, browser):
+    """24 curves are drawn, the page says how many there are, and the filter finds another."""
+    lines = build_lines(5)
+    metrics = {f"metric {number}": number / 100 for number in range(10_000)}
+    line = {"time": 1.7e9 + 9, "event": "evaluated", "step": 5, "metrics": metrics, "seconds": 0.1}
+    run = folder(runs / "many", [*lines, line])
+    open_run(browser, server, "many")
+    wait(browser, "document.querySelector('[role=status]').innerText.includes('of 10,001 metrics are kept')")
+    assert browser.run("document.querySelectorAll('.uplot').length") < 40
+    browser.run("document.getElementById('filter').value = 'metric 62'")
+    browser.run("document.getElementById('filter').dispatchEvent(new Event('change'))")
+    wait(browser, "[...document.querySelectorAll('h2 .name')].some(e => e.textContent.endsWith('metric 62'))")
+    assert browser.errors == []
+    shutil.rmtree(run.path)
 
 
 def test_page_survives_the_end_of_the_server(runs, browser, tmp_path):

@@ -113,7 +113,9 @@ class RunView:
         return self._curve_reader is not None
 
     def use_curves(self, reader: "CurveReader") -> None:
-        """Use curves that another thread has read."""
+        """Use curves that another thread has read. Raises RunError for an unreadable file."""
+        with events.readable(self.run.events):
+            reader.refresh()  # lines were appended since
         self._curve_reader = reader
 
     @property

@@ -11,7 +11,7 @@ class SentState:
     """What a page has received.
 
     A state has panels, which are sent whole if they changed; tables, of which the rows after the first change
-    are sent; and lists of rows with an "id", of which changed rows are sent."""
+    are sent; and lists of rows with an "id", of which changed rows are sent, and how their order changed."""
 
     def __init__(self) -> None:
         self._panels: dict[str, Any] = {}
@@ -52,13 +52,28 @@ class SentState:
             self._lists[name] = new
             change: dict[str, Any] = {}
             if old is None or [*old] != [*new]:
-                change["order"] = [*new]
+                change["order"] = _describe_order([*(old or ())], [*new])
             changed = [row for key, row in new.items() if old is None or old.get(key) != row]
             if changed:
                 change["rows"] = changed
             if change:
                 renewed[name] = change
         return renewed
+
+
+def _describe_order(old: Sequence[str], new: Sequence[str]) -> list[Any]:
+    """Return the new order as identifiers of new rows, and [first, count] of neighbours in the old order."""
+    places = {key: at for at, key in enumerate(old)}
+    order: list[Any] = []
+    for key in new:
+        at = places.get(key)
+        if at is None:
+            order.append(key)
+        elif order and isinstance(order[-1], list) and sum(order[-1]) == at:
+            order[-1][1] += 1
+        else:
+            order.append([at, 1])
+    return order
 
 
 def _diff(old: dict[str, list[Any]] | None, new: dict[str, list[Any]]) -> dict[str, Any] | None:

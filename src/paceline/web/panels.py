@@ -14,7 +14,7 @@ from paceline.units import without_controls
 from paceline.web.curves import MAX_CURVES, Selection, build_tables, list_names, round_to
 from paceline.web.machine import build_machine, build_map
 from paceline.web.prediction import read_prediction
-from paceline.web.preview import build_preview
+from paceline.web.preview import PREVIEW, build_preview
 from paceline.web.runs import WatchedRun, find_state, show_name
 from paceline.web.settings import build_differences, build_origin
 
@@ -61,10 +61,11 @@ def build(run: WatchedRun, selection: Selection) -> tuple[Panels, Tables]:
         panels["findings"] = run.findings.panel
         panels["pipeline"] = run.pipeline.panel
         panels["origin"] = build_origin(run)
-        if has_curves:
-            panels["problems"] = [without_controls(text) for text in view.problems]
+        problems = view.problems if has_curves else [PREVIEW]
+        panels["problems"] = [without_controls(text) for text in problems]
     except Error as error:
         panels["problems"] = [str(error)]
+    run.was_built = True
     return panels, tables
 
 

@@ -7,6 +7,7 @@ from paceline.report.history import HistoryPoint
 from paceline.report.run_view import RunView
 from paceline.web.curves import MAX_POINTS, round_all
 
+PREVIEW = "all steps of this long run are being read; until then, the curves show evenly spaced steps"
 NAMES = ("loss", "samples_per_s", "step_s", "data_s")  # of the fields of a `HistoryPoint`
 
 
@@ -20,7 +21,6 @@ def build_preview(view: RunView) -> tuple[dict[str, Any], dict[str, dict[str, li
         "names": keys,
         "count": len(keys),
         "marks": [],
-        "is_preview": True,
     }
     return panel, {f"curve:step:{name}": _build_table(points, name) for name in NAMES}
 

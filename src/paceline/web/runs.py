@@ -80,7 +80,6 @@ class RunList:
                     watched = self.watch(listed[0].id)
                     with watched.lock:
                         watched.refresh()
-                        watched.has_curves()
 
         threading.Thread(target=read, daemon=True).start()
 
@@ -147,23 +146,29 @@ class WatchedRun:
         self.pipeline = BackgroundPanel(self._compute_pipeline, pipeline.EVERY_S)
         self.origin: tuple[Signature, dict[str, Any]] | None = None  # a panel, and of which files it is
         self._signature = UNREAD
+        self.was_built = False  # then long computations may begin
         self._reading: threading.Thread | None = None  # the curves of a long run
         self._reader: CurveReader | None = None
 
     def has_curves(self) -> bool:
-        """Return whether all steps were read. Those of a long run are read by a thread. Hold the lock."""
+        """Return whether all steps were read. The lock must be held.
+
+        Those of a long run are read by a thread, which starts when the page has a sample of them."""
         if self.view.has_curves or self._find_size() < MIN_PREVIEW_BYTES:
             return True
         if self._reader is not None:
             self.view.use_curves(self._reader)
             return True
         if self._reading is None:
+            if not self.was_built:
+                return False
             self._reading = threading.Thread(target=self._read_curves, daemon=True)
             self._reading.start()
         return not self._reading.is_alive()  # it failed, and the view says why
 
     def wait_for_curves(self) -> None:
         """Return when all steps were read. The lock must be held."""
+        self.was_built = True
         if not self.has_curves() and self._reading is not None:
             self._reading.join()
             self.has_curves()
@@ -192,16 +197,17 @@ class WatchedRun:
             self.folder, self.view.log.starts[-1] if self.view.log.starts else None
         )
 
-    def sign(self) -> tuple[Signature, bool, bool, int, int]:
+    def sign(self) -> tuple[Signature, bool, tuple[bool, bool], int, int]:
         """Return a value that differs when there is something new."""
         is_locked = False
         with contextlib.suppress(RunError):
             is_locked = self.folder.is_locked()
         signature = sign(self.folder.events, self.folder.spec, self.folder.profile, *self._find_samples())
-        self.findings.poll((signature, is_locked))
-        self.pipeline.poll((sign(*pipeline.find_traces(self.folder)), len(self.view.log.starts)))
-        is_read = self._reader is not None
-        return signature, is_locked, is_read, self.findings.version, self.pipeline.version
+        if self.was_built:  # the first page does not wait for these
+            self.findings.poll((signature, is_locked))
+            self.pipeline.poll((sign(*pipeline.find_traces(self.folder)), len(self.view.log.starts)))
+        phase = (self.was_built, self._reader is not None)
+        return signature, is_locked, phase, self.findings.version, self.pipeline.version
 
     def _find_samples(self) -> list[Path]:
         with contextlib.suppress(OSError):
