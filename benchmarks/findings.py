@@ -302,7 +302,7 @@ FAULTS = [
     Case(
         "many weights and few samples",
         ("communication",),
-        ("--ranks", "2", "--set", "spec.threads=1", "--profile"),
+        ("--set", "spec.threads=1", "--profile", *ZERO3),
         batch=2,
         fields={"width": 1500, "depth": 4, "samples": 400},
         steps=60,

@@ -16,7 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from harness import ranks
 from paceline.distributed import shared_memory
 from paceline.parallel import ddp
-from paceline.parallel.shared_gradients import SLOT_BYTES, SLOTS, SharedMemoryMean
+from paceline.parallel.shared_gradients import (
+    SLOT_BYTES,
+    SLOTS,
+    WARM_UP_PASSES,
+    SharedMemoryMean,
+    measure_exchange_s,
+)
 
 pytestmark = pytest.mark.processes
 SIZES = (1, 1000, SLOT_BYTES // 4, 2 * SLOT_BYTES // 4 + 3)  # of float32: within a slot, and over several
@@ -183,6 +189,28 @@ def count_open_files() -> list[int]:
         counts.append(len(os.listdir("/proc/self/fd")))
         del memory
     return counts
+
+
+def wait_for_a_late_rank(late_s: float) -> float | None:
+    """Return the time of averaging per pass on this rank, where the last rank comes late."""
+    model = ddp.replicate(nn.Linear(8, 8))
+    before = measure_exchange_s(model)
+    assert before is None, "nothing is known before the first passes"
+    for _ in range(WARM_UP_PASSES + 10):
+        loss = model(torch.ones(4, 8)).sum()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(late_s)
+        loss.backward()
+    found = measure_exchange_s(model)
+    ddp.release(model)
+    return found
+
+
+def test_the_time_of_averaging_contains_the_wait_for_other_ranks() -> None:
+    """Rank 1 is 50 ms late in each pass: rank 0 waits at least nearly as long, and rank 1 much less."""
+    waiting, late = ranks(2)(wait_for_a_late_rank, 0.05)
+    assert waiting > 0.045
+    assert late < waiting
 
 
 def test_no_file_stays_open() -> None:

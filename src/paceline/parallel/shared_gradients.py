@@ -5,6 +5,7 @@ message. Here each rank writes its bucket to shared memory and reads those of th
 of one number tells the ranks when they may read, so that lost and late ranks are found as in any collective.
 """
 
+import time
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +17,32 @@ from paceline.distributed.shared_memory import open_shared_memory
 
 MAX_RANKS = 8  # each rank reads the gradients of all others
 SLOT_BYTES = 4 * 2**20
+WARM_UP_PASSES = 5  # of which times are not counted
 SLOTS = 2  # a rank may write one while others still read the other
+
+
+class ExchangeTimes:
+    """The time in which a model averages gradients, without the first passes."""
+
+    def __init__(self) -> None:
+        self.seconds, self.passes = 0.0, -WARM_UP_PASSES
+
+    def add(self, seconds: float, is_last: bool) -> None:
+        """Add the time of a bucket."""
+        self.seconds += seconds if self.passes >= 0 else 0.0
+        self.passes += is_last
+
+
+_times: WeakKeyDictionary[DistributedDataParallel, ExchangeTimes] = WeakKeyDictionary()
+
+
+def measure_exchange_s(model: DistributedDataParallel) -> float | None:
+    """Return the seconds of a backward pass in which a model averages gradients and waits for other ranks.
+
+    DistributedDataParallel does not know it, since its hook returns when all is done. None: it is not known,
+    or the model does not share memory."""
+    times = _times.get(model)
+    return times.seconds / times.passes if times is not None and times.passes > 0 else None
 
 
 class SharedMemoryMean:
@@ -88,7 +114,10 @@ def share_gradients(model: DistributedDataParallel) -> None:
         return
     group_name = dist.distributed_c10d._get_default_group().group_name
 
+    _times[model] = times = ExchangeTimes()
+
     def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        began_s = time.perf_counter()
         averaged: torch.futures.Future[Tensor] = torch.futures.Future()
         gradients = bucket.buffer()
         if gradients.is_sparse:
@@ -97,6 +126,7 @@ def share_gradients(model: DistributedDataParallel) -> None:
         else:
             torch.ops.paceline.average_through_memory_(gradients, group_name)
         averaged.set_result(gradients)
+        times.add(time.perf_counter() - began_s, bucket.is_last())
         return averaged
 
     model.register_comm_hook(None, hook)

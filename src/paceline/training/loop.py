@@ -35,6 +35,7 @@ from paceline.parallel.auxiliary_loss import check_auxiliary_loss
 from paceline.parallel.buffer_comparison import describe_different_buffers
 from paceline.parallel.global_loss import check_global_loss
 from paceline.parallel.reduced_buffers import check_reduced_buffers
+from paceline.parallel.shared_gradients import measure_exchange_s
 from paceline.plan.plan import AUTO, Plan, ResolvedPlan, micro_batch_size, parse
 from paceline.run import RunFolder
 from paceline.spec import Spec
@@ -580,4 +581,7 @@ def exposed_communication(model: nn.Module | None, ranks: int) -> float | None:
     forward, backward, comm, hidden = (measured.get(name, 0) for name in names)
     exposed = max(0, comm - hidden)
     whole = forward + backward + exposed
+    exchange_s = measure_exchange_s(model)
+    if exchange_s is not None:  # within the times of backward
+        return min(1.0, 1e9 * exchange_s / whole) if whole else None
     return exposed / whole if whole else None
