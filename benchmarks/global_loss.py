@@ -1,58 +1,68 @@
-"""A loss over the global batch on two ranks: steps/s relative to a loss as large that is not gathered.
+"""Cost of `global_loss` beyond the loss itself, on two ranks.
 
-    python benchmarks/global_loss.py [--rounds 12]
+    python benchmarks/global_loss.py [--rounds 12] [--width 16]
 
-Both contenders train the encoder of examples/contrastive.py under ddp. The other contender repeats the
-embeddings of its own samples in place of those of the other rank, so that it computes as large a loss, and
-nothing is gathered. So the ratio is the cost of `global_loss` beyond the loss itself.
+Three things alternate in the same ranks, a block of steps each:
+
+* whole: steps of examples/contrastive.py under ddp, whose loss is that of the whole global batch;
+* encoder: the same steps with a loss of the samples of each rank that costs almost nothing: the sum of their
+  embeddings, each multiplied by a constant;
+* loss: the loss of the whole global batch, forward and backward, with respect to embeddings that each rank
+  already has. Each rank computes it as one process does: nothing is gathered.
+
+The cost of `global_loss` is what `whole` takes longer than `encoder` and `loss` together.
 """
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import turns
 from paceline import Spec, Task
+from paceline.distributed.process_group import keep_freed_memory
 from paceline.distributed.world import read_world
 from paceline.plan.plan import Plan
 from paceline.task import load_task
 from paceline.training.ddp_warmup import warm_up_ddp
 from paceline.training.setup import build_training
 
-EXAMPLE: Any = load_task(f"{Path(__file__).parents[1] / 'examples/contrastive.py'}:Contrastive", {})
+EXAMPLE = f"{Path(__file__).parents[1] / 'examples/contrastive.py'}:Contrastive"
 CPU = torch.device("cpu")
 BATCHES = (128, 256)  # global
 BLOCK = 20  # steps
 
 
-class Repeated(Task):
-    """The example with a loss of the same size, made of the samples of this rank."""
+class EncoderOnly(Task):
+    """The example with almost no loss."""
+
+    width: int
 
     def model(self) -> Any:
-        return EXAMPLE.model()
+        return load_example(self.width).model()
 
     def inputs(self, batch: list[Tensor]) -> list[Tensor]:
         return batch
 
     def dataset(self, split: str) -> Any:
-        return EXAMPLE.dataset(split)
+        return load_example(self.width).dataset(split)
 
     def loss(self, output: tuple[Tensor, Tensor, Tensor], batch: list[Tensor]) -> Tensor:
         first, second, scale = output
-        others = dist.get_world_size() - 1 if dist.is_initialized() else 0
-        whole = (torch.cat([own, *[own.detach()] * others]) for own in (first, second))
-        loss: Tensor = EXAMPLE.global_loss((*whole, scale), batch)
-        return loss
+        return (first.sum() - second.sum()) * scale
 
 
-def build(task: Task, batch: int) -> Callable[[], Any]:
+def load_example(width: int) -> Any:
+    return load_task(EXAMPLE, {"width": width})
+
+
+def build_step(task: Task, batch: int) -> Callable[[], Any]:
     world = read_world()
     prepared = build_training(Spec(batch=batch), Plan().resolve(world.size), world, task, CPU)
-    samples = EXAMPLE.dataset("train")
+    samples: Any = task.dataset("train")
     torch.manual_seed(world.rank)
     own = range(world.rank * batch // world.size, (world.rank + 1) * batch // world.size)
     views = [torch.stack(view) for view in zip(*(samples[index] for index in own), strict=True)]
@@ -60,11 +70,40 @@ def build(task: Task, batch: int) -> Callable[[], Any]:
     return lambda: prepared.step([views], 1, 1.0)
 
 
-def run_rank(rounds: int) -> None:
+def build_loss(task: Any, batch: int) -> Callable[[], Any]:
+    """Return a function that computes the loss of a global batch and its gradients."""
+    torch.manual_seed(0)
+    embedded = [torch.randn(batch, task.width, requires_grad=True) for _ in range(2)]
+    leaves = [*embedded, torch.tensor(5.0, requires_grad=True)]
+    return lambda: torch.autograd.grad(task.global_loss(tuple(leaves), []), leaves)
+
+
+def run_rank(rounds: int, width: int) -> None:
+    keep_freed_memory()  # as trainings do
+    example = load_example(width)
     for batch in BATCHES:
-        contenders = build(EXAMPLE, batch), build(Repeated(), batch)
-        turns.compare(f"batch {batch}", *contenders, rounds, BLOCK, "a loss that is not gathered")
+        parts = {
+            "whole": build_step(example, batch),
+            "encoder": build_step(EncoderOnly(width=width), batch),
+            "loss": build_loss(example, batch),
+        }
+        for run in [*parts.values()] * 2:  # the warm-up
+            turns.time_block(run, BLOCK)
+        times_s: dict[str, list[float]] = {name: [] for name in parts}
+        for index in range(rounds):
+            for name in list(parts)[:: 1 if index % 2 else -1]:
+                times_s[name].append(turns.time_block(parts[name], BLOCK))
+        costs = [
+            whole / (encoder + loss) - 1
+            for whole, encoder, loss in zip(*(times_s[name] for name in parts), strict=True)
+        ]
+        low, median, high = statistics.quantiles(costs, n=4)
+        described = ", ".join(f"{name} {1e3 * statistics.median(times_s[name]):.2f} ms" for name in parts)
+        turns.print_on_rank_0(
+            f"width {width}, batch {batch}: {described}; global_loss costs {median:.1%}"
+            f" ({low:.1%} to {high:.1%}) of a step"
+        )
 
 
 if __name__ == "__main__":
-    turns.main(__doc__, run_rank, (2,))
+    turns.main(__doc__, run_rank, (2,), width=16)
