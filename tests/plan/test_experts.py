@@ -145,6 +145,16 @@ def test_adapters_need_no_gradients_of_weights():
     assert memory["weights"] == pytest.approx(4 * adapted.params, rel=1e-9)
 
 
+def test_flops_of_adapters_leave_out_gradients_of_frozen_weights():
+    whole, adapted = (
+        load_transformer("llama2-7b").facts(),
+        load_transformer("llama2-7b", lora_rank=16).facts(),
+    )
+    attention = sum(block.attention_flops * count for block, count in whole.parts())
+    products = whole.flops - attention
+    assert adapted.training_flops == pytest.approx(3 * attention + 2 * products, rel=0.01)
+
+
 def test_fewer_bits_are_faster_and_their_casts_cost_memory_traffic():
     facts, split = load_model("llama3-70b"), WorkSplit(dp=2, tp=4, pp=8, microbatches=8)
     parts = {

@@ -40,6 +40,27 @@ def test_model_does_not_import_torch(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "plans.svg").read_text()
 
 
+def test_adapters_and_other_systems(tmp_path: Path) -> None:
+    def step_s(*words: str) -> float:
+        succeed(*LLAMA, "--plan", "tp=2,zero=1", *words, "--json", "plans.json", at=tmp_path)
+        [plan] = json.loads((tmp_path / "plans.json").read_text())["plans"]
+        return float(plan["step_s"])
+
+    whole, nemo = step_s(), step_s("--system", "nemo")
+    assert step_s("--lora", "rank=16") < 0.85 * whole
+    assert nemo < whole
+    assert step_s("--system", "nemo", "--precision", "fp8") < nemo
+    for words, sentence in (
+        (("--lora", "rank=0"), "--lora must be rank=NUMBER with a number of at least 1, got 'rank=0'"),
+        (("--system", "nemoo"), "--system nemoo is not known; did you mean nemo?"),
+        (("--system", "nemo", "--precision", "fp32"), "--precision fp32 cannot be predicted with --system"),
+        (("--precision", "fp8"), "a step in fp8 cannot be predicted"),
+    ):
+        done = paceline(*LLAMA, *words, at=tmp_path)
+        assert done.returncode == 2
+        assert sentence in done.err
+
+
 def test_price_of_requested_plan(tmp_path: Path) -> None:
     succeed(
         *GPT,

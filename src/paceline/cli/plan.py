@@ -7,6 +7,7 @@ from typer import Option
 from paceline.cli.plan_options import (
     Batch,
     ClusterName,
+    Lora,
     Model,
     Peak,
     Plot,
@@ -14,6 +15,7 @@ from paceline.cli.plan_options import (
     Price,
     Seq,
     Set,
+    System,
     Target,
     Tokens,
 )
@@ -32,6 +34,8 @@ def plan(
     ] = None,
     set: Set = None,
     precision: Precision = None,
+    lora: Lora = None,
+    system: System = None,
     peak: Peak = None,
     tokens: Tokens = None,
     price: Price = None,
@@ -59,7 +63,7 @@ def plan(
     check_positive(ranks=ranks, top=top, tokens=tokens, price=price, peak=peak)
     check_outputs(json, plot)
     machine = with_peak(find_cluster(cluster), peak)
-    query = read_query(target, model, batch, seq, precision, set, machine if measure else None)
+    query = read_query(target, model, batch, seq, precision, set, machine if measure else None, lora, system)
 
     from paceline.plan.report.plan import as_json, build_tables, describe_overlap, heading, list_notes
     from paceline.plan.search.best_plans import find_best_plans

@@ -38,7 +38,22 @@ Set = Annotated[
     Option(metavar="NAME=VALUE", help="Set a field of the task, or a dotted key; may be repeated."),
 ]
 Precision = Annotated[
-    str | None, Option(help="Precision of a task: fp32, bf16 or fp16 [default: that of the task's request]")
+    str | None,
+    Option(
+        help="Precision: fp32, bf16 or fp16; with --system also fp8, mxfp8 or fp4 [default: that of the "
+        "task's request; with --model bf16 where the device has it]"
+    ),
+]
+Lora = Annotated[
+    str | None,
+    Option(
+        metavar="rank=NUMBER",
+        help="With --model: freeze it, and train adapters of this rank on queries, keys and values.",
+    ),
+]
+System = Annotated[
+    str | None,
+    Option(help="With --model: training system to predict for, such as nemo or fsdp [default: paceline]"),
 ]
 Peak = Annotated[
     float | None,
@@ -68,6 +83,8 @@ def read_query(
     precision: str | None,
     set: list[str] | None,
     measured_on: "Cluster | None" = None,
+    lora: str | None = None,
+    system: str | None = None,
 ) -> PlanQuery:
     """Return the task or the known model that the options select.
 
@@ -86,6 +103,10 @@ def read_query(
             raise SpecError(
                 f"--seq {seq} requires --model; the task {target} defines the length of its samples"
             )
+        if option := "--lora" if lora else "--system" if system else None:
+            raise SpecError(
+                f"{option} requires --model; the task {target} trains what it defines, with Paceline"
+            )
         from paceline.cli.plan_inputs import read_task_facts
 
         return PlanQuery(*read_task_facts(target, batch, precision, set or [], measured_on))
@@ -93,22 +114,52 @@ def read_query(
         raise SpecError(
             f"--measure requires a task to run, got --model {model}; name a task, or leave it out"
         )
-    if set or precision:
+    if set:
         raise SpecError(
-            f"--set and --precision require a task, got --model {model}; use --seq, or write a TOML file "
-            "for the model"
+            f"--set requires a task, got --model {model}; use --seq, or write a TOML file for the model"
         )
     from paceline.plan.model.library import load_model as find_model
 
     assert model is not None
-    facts = find_model(model, **({} if seq is None else {"seq": seq}))
+    changes = {"seq": seq, "lora_rank": None if lora is None else _read_rank(lora)}
+    facts = find_model(model, **{name: value for name, value in changes.items() if value is not None})
     samples = batch or facts.batch
     if samples is None:
         raise SpecError(
             f"--model {model} requires a batch; add --batch NUMBER"
             + (f", or batch in {model}" if model.endswith(".toml") else "")
         )
-    return PlanQuery(facts, None, samples)
+    return PlanQuery(facts, _find_recipe(system, precision), samples)
+
+
+def _read_rank(lora: str) -> int:
+    """Return the rank in `rank=16` or `16`. Raises SpecError."""
+    number = lora.removeprefix("rank=")
+    if not number.isdecimal() or int(number) < 1:
+        raise SpecError(f"--lora must be rank=NUMBER with a number of at least 1, got {lora!r}")
+    return int(number)
+
+
+def _find_recipe(system: str | None, precision: str | None) -> "Recipe | None":
+    """Return the recipe of a training system in a precision; None: that of the device. Raises SpecError."""
+    from dataclasses import replace
+
+    from paceline.plan.cost_model.framework_profiles import LOW_DTYPES, RECIPES, recipe_of_precision
+    from paceline.spec import suggest
+
+    if system is None:
+        return None if precision is None else recipe_of_precision(precision)
+    if system not in RECIPES:
+        raise SpecError(
+            f"--system {system} is not known{suggest(system, RECIPES)}; choose one of {', '.join(RECIPES)}"
+        )
+    if precision is None:
+        return RECIPES[system]
+    if precision not in (known := ("bf16", "fp16", *LOW_DTYPES)):
+        raise SpecError(
+            f"--precision {precision} cannot be predicted with --system; use one of {', '.join(known)}"
+        )
+    return replace(RECIPES[system], dtype=precision)
 
 
 def check_outputs(json: Path | None, plot: Path | None) -> None:

@@ -7,6 +7,7 @@ from typer import Option
 from paceline.cli.plan_options import (
     Batch,
     ClusterName,
+    Lora,
     Model,
     Peak,
     Plot,
@@ -14,6 +15,7 @@ from paceline.cli.plan_options import (
     Price,
     Seq,
     Set,
+    System,
     Target,
     Tokens,
 )
@@ -38,6 +40,8 @@ def scale(
     seq: Seq = None,
     set: Set = None,
     precision: Precision = None,
+    lora: Lora = None,
+    system: System = None,
     peak: Peak = None,
     efficiency: Annotated[
         float,
@@ -75,7 +79,7 @@ def scale(
     if target is None and (epochs or steps):
         raise SpecError("--epochs and --steps require a task, got --model; use --tokens")
     counts = parse_counts(ranks)
-    query = read_query(target, model, batch, seq, precision, set)
+    query = read_query(target, model, batch, seq, precision, set, lora=lora, system=system)
     if target is not None and tokens is None:
         tokens = _count_tokens(target, query.batch, epochs, steps, set or [], query.facts)
 

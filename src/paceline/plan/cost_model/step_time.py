@@ -1,6 +1,6 @@
 """Predicted seconds of a step, part by part, of the busiest rank of a pipeline."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -38,6 +38,10 @@ PARTS = {
     "engines": (0.2, "hooks, copies and calls of torch's engines, and of the loop, as measured"),
     "jitter": (1.0, "ranks wait for the slowest"),
 }
+EXACT: Mapping[str, float] = {}
+# Of published runs: experts get unequal numbers of tokens, and kernels for them and for few bits are new.
+EXPERT_ERRORS: Mapping[str, float] = {"products": 0.25, "other operations": 0.4, "expert parallel": 0.6}
+LOW_ERRORS: Mapping[str, float] = {"products": 0.12}
 GUESSED_ERROR = 0.7  # of each part, if nothing was measured of a CPU
 ADAM_BYTES = 28.0  # per parameter: read and write weight and two moments, read the gradient, in float32
 
@@ -110,7 +114,11 @@ def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, rates: Dev
     flops = facts.training_flops * split.batch / ranks
     return TimeCost(
         parts=_calibrated_parts(
-            parts, rates.calibration, min_error, TIME_PARTS["compute"] if facts.source == "measured" else ()
+            parts,
+            rates.calibration,
+            min_error,
+            TIME_PARTS["compute"] if facts.source == "measured" else (),
+            _larger_errors(facts, recipe),
         ),
         flops=flops,
         hardware_flops=flops
@@ -127,14 +135,17 @@ def _calibrated_parts(
     calibration: Calibration | None,
     min_error: float = 0.0,
     measured: Collection[str] = (),
+    errors: Mapping[str, float] = EXACT,
 ) -> tuple[CostPart, ...]:
     """Return the parts, corrected by the calibration.
 
-    min_error: of parts that are only guessed; measured: parts that were measured with the task.
+    min_error: of parts that are only guessed; measured: parts that were measured with the task. errors: least
+    error of some parts.
     """
     calibrated = []
     for name, seconds in parts.items():
-        error, note = max(PARTS[name][0], min_error if name not in measured else 0.0), PARTS[name][1]
+        guessed = min_error if name not in measured else 0.0
+        error, note = max(PARTS[name][0], guessed, errors.get(name, 0.0)), PARTS[name][1]
         if calibration is not None and (factor := calibration.factors.get(name)) is not None:
             runs = several(factor.runs, "run")
             seconds, error, note = (
@@ -145,6 +156,13 @@ def _calibrated_parts(
         if seconds:
             calibrated.append(CostPart(name, seconds, error, note))
     return tuple(calibrated)
+
+
+def _larger_errors(facts: ModelFacts, recipe: Recipe) -> Mapping[str, float]:
+    """Return the least errors of parts that differ more between systems: of experts, and of few bits."""
+    if any(block.expert_params for block, _ in facts.runs):
+        return EXPERT_ERRORS
+    return LOW_ERRORS if recipe.is_low else EXACT
 
 
 def _guesses(split: WorkSplit, parts: dict[str, float], rates: DeviceRates) -> tuple[str, ...]:

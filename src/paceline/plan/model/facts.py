@@ -248,8 +248,21 @@ class ModelFacts:
 
     @property
     def training_flops(self) -> float:
-        """Model FLOPs of the literature: forward and backward of a sample without recomputation."""
-        return 3.0 * self.flops
+        """Model FLOPs of the literature: forward and backward of a sample without recomputation.
+
+        Frozen weights have no products for their gradients.
+        """
+        return 3.0 * self.flops - self.frozen_flops
+
+    @cached_property
+    def frozen_flops(self) -> float:
+        """FLOPs of the forward pass of a sample in products whose weights are frozen."""
+        return sum(
+            product.flops * count
+            for block, count in self.parts()
+            for product in block.products
+            if product.frozen
+        )
 
     @property
     def tp_degrees(self) -> tuple[int, ...]:
