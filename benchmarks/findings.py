@@ -265,8 +265,9 @@ FAULTS = [
     Case("loss spikes for 6 steps", ("loss-spike",), fields={"spike_at": 150}, steps=250),
     Case(
         "learning rate grows too large",
-        ("loss-spike",),
+        ("not-finite",),
         ("--lr", "3.0", "--optimizer", "sgd", "--set", "schedule.warmup=300 steps"),
+        also=("loss-spike",),
         steps=300,
     ),
     Case(

@@ -119,6 +119,10 @@ def test_evaluations() -> None:
     assert sentences("evaluation", make_facts(evaluated=make_evaluations(0.55, every=20), spec=spec)) == []
     assert len(sentences("evaluation", make_facts(evaluated=make_evaluations(0.9, every=20), spec=spec))) == 1
     assert len(sentences("evaluation", make_facts(evaluated=third, spec=Spec(evaluate_every=20)))) == 1
+    # After every second step, 20 % are too much; after every tenth step, they may be wanted.
+    for every, expected in ((2, 1), (10, 0)):
+        facts = make_facts(evaluated=make_evaluations(0.013 * every, every), spec=Spec(evaluate_every=every))
+        assert len(sentences("evaluation", facts)) == expected
     # Two long evaluations: the last is always wanted.
     assert isinstance(outcome_of("evaluation", make_facts(evaluated=make_evaluations(9.0, 100))), Missing)
 
@@ -214,6 +218,9 @@ def test_communication() -> None:
         assert isinstance(outcome_of("communication", make_facts(profiled=profiles, beats=beats)), expected)
     ended = Ended(step=200, reason="done", communication=0.5)
     assert len(sentences("communication", make_facts(ended=ended))) == 1
+    # It is a share of the time without input: 50 % of 50 of 90 ms.
+    waits = make_steps(step_s=0.05, data_s=[0.04] * 200)
+    assert sentences("communication", make_facts(ended=ended, steps=waits)) == []
 
 
 def predict(measured_s: float, predicted_s: float, error: float = 0.1) -> PredictionReport:
@@ -278,6 +285,11 @@ def test_pipelines() -> None:
     assert (
         sentences("pipeline", make_facts("pp=2", profiled=make_profiles(slowest_s=0.06, busy_s=0.05))) == []
     )
+    # A rank that lost its core in the profiled step; and one for which the others wait in each step.
+    beats = make_beats({"forward": 0.05}, {"forward": 0.05}, core_wait_s=1.0)
+    for bubble, expected in ((0.03, 0), (0.05, 1)):
+        profiles = make_profiles(slowest_s=0.075, busy_s=0.05, bubble=bubble)
+        assert len(sentences("pipeline", make_facts("pp=2", profiled=profiles, beats=beats))) == expected
     few = make_facts("pp=4,microbatches=2", 4, profiled=make_profiles())
     [evidence] = outcome_of("pipeline", few)
     assert evidence.fix.endswith("--plan pp=4,microbatches=16")

@@ -29,6 +29,7 @@ CLEAR_COMMUNICATION_SHARE = 0.2  # beyond what waiting for cores explains
 FASTER = 0.9  # of the predicted time of a step, below which another plan is worth trying
 BUBBLE_SHARE = 0.35  # the default of 2·pp micro-batches idles at most a third
 BUSY_IMBALANCE = 1.6  # if ranks waited for cores, which makes profiles uneven
+EXTRA_BUBBLE = 0.2  # of a step, beyond that of the schedule, with which IMBALANCE suffices nevertheless
 IMBALANCE = 1.4  # busy time of the slowest rank of a pipeline, relative to the mean
 MIN_GAIN = 0.5  # efficiency below which more ranks do not pay
 MIN_FACTOR = 2.0  # of the cores or devices between the two runs
@@ -219,7 +220,9 @@ def _measure_communication(facts: RunFacts) -> tuple[float, float] | None:
         )
         return share, statistics.median(event.step_s for event in facts.profiled)
     if facts.ended is not None and facts.ended.communication is not None and facts.num_warm >= 50:
-        return facts.ended.communication, facts.step_s or 0.0
+        # It is a share of forward and backward, and input comes besides.
+        computed = statistics.median(1 - point.data_s / max(point.step_s, 1e-9) for point in facts.warm)
+        return facts.ended.communication * max(0.0, computed), facts.step_s or 0.0
     return None
 
 
@@ -262,7 +265,9 @@ def check_pipeline(facts: RunFacts) -> Outcome:
     values = {"busy_ratio": ratio, "bubble": bubble, "expected_bubble": expected}
     found = []
     contention = measure_contention(facts) or 0.0
-    if ratio > (BUSY_IMBALANCE if contention > CONTENTION_SHARE else IMBALANCE):
+    # A rank that lost its core in the profiled step seems busy; unequal stages make others wait in each step.
+    is_clear = contention <= CONTENTION_SHARE or bubble > expected + EXTRA_BUBBLE
+    if ratio > (IMBALANCE if is_clear else BUSY_IMBALANCE):
         rank, _ = _most_common([event.slowest for event in facts.profiled])
         found.append(
             Evidence(

@@ -19,6 +19,7 @@ MAX_WORKERS = 1024  # as in spec.Loading
 MIN_EVALUATIONS = 3
 EVALUATION_SHARE = 0.25  # an evaluation of as many samples as an epoch takes about a third of its time
 DEFAULT_EVALUATION_SHARE = 0.4  # if each epoch is evaluated by default: noise and workers add to a third
+FREQUENT_EVALUATION_SHARE, FREQUENT_STEPS = 0.15, 5  # if the request evaluates after every few steps
 MIN_EVALUATION_STEPS = 10  # that an evaluation takes as long as, if each epoch is evaluated by default
 GOOD_EVALUATION_SHARE = 0.05
 MIN_SAVES, MIN_SAVE_S = 3, 0.5
@@ -110,15 +111,16 @@ def check_evaluations(facts: RunFacts) -> Outcome:
     # Each better metric saves a checkpoint, whose time must not hide that of the evaluations.
     unsaved_s = facts.run_s - sum(event.blocked_s for event in facts.saved)
     is_default = facts.spec is not None and facts.spec.evaluate_every is None
+    steps = [event.step for event in facts.evaluated]
+    every = max(1, round(statistics.median(b - a for a, b in itertools.pairwise(steps))))
     limit = DEFAULT_EVALUATION_SHARE if is_default else EVALUATION_SHARE
+    limit = FREQUENT_EVALUATION_SHARE if not is_default and every <= FREQUENT_STEPS else limit
     if unsaved_s <= 0 or count * each_s / unsaved_s < limit:
         return []
     share = min(1.0, count * each_s / facts.run_s)
     step_s = statistics.median(point.step_s for point in facts.steps)
     if is_default and each_s < MIN_EVALUATION_STEPS * step_s:
         return []  # an epoch of a few steps
-    steps = [event.step for event in facts.evaluated]
-    every = max(1, round(statistics.median(b - a for a, b in itertools.pairwise(steps))))
     wanted = _round_up(each_s * (1 - GOOD_EVALUATION_SHARE) / (GOOD_EVALUATION_SHARE * max(step_s, 1e-6)))
     wanted = min(max(wanted, every + 1), max(facts.start.steps, every + 1))
     sentence = (
