@@ -283,7 +283,7 @@ def write_inputs(options: argparse.Namespace) -> Iterator[Setting]:
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
     from transformers.utils.logging import disable_progress_bar
 
-    from paceline.data.loader import shuffle
+    from paceline.data.order import shuffle
 
     disable_progress_bar()
     draw = random.Random(0)

@@ -70,8 +70,7 @@ def _count_peak_bytes(spec: Spec, plan: str) -> int:
     data = open_data(spec, task)
     parts = training_parts(
         RankBatchSlice(spec.batch, on.microbatches, on.place(me.rank).dp, on.dp),
-        data.samples,
-        spec.seed,
+        data.order,
         0,
         COUNTED_STEPS,
     )

@@ -17,7 +17,7 @@ import models
 from harness import TrainingResult, differences, take_sgd_step_, train_on_ranks
 from paceline import Spec
 from paceline.batch import cast_floats, count_samples, find_leaves, find_tensors, map_tensors, move
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.spec import Optimizer
 from paceline.training.init.deferred_init import fill_, record
 

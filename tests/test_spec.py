@@ -185,6 +185,8 @@ def test_set_reaches_every_key(tmp_path):
         "schedule.length": 7,
         "schedule.decay": 7,
         "spec.seed": 7,
+        "optimizer.momentum": 0.5,
+        "data.weights": "[]",
         "optimizer.name": "lamb",
         "optimizer.beta2_decay": -0.5,
         "optimizer.etas": "[0.5, 1.1]",
@@ -229,6 +231,8 @@ def test_set_reaches_every_key(tmp_path):
             },
             "stop.metric": ["stop.target=1"],
             "stop.min_delta": ["stop.patience=1"],
+            "data.window": ["data.shuffle=window"],
+        }.get(name, [])
             "optimizer.nesterov": ["optimizer.name=sgd"],
         }.get(name, owners.get(name, []))
         request = load(None, parse_overrides([f"{name}={text}", *more]))

@@ -607,10 +607,20 @@ class Stop(Value):
         return self.patience is not None or self.target is not None
 
 
-class Loading(Value):
-    """How each rank reads its samples.
+class MixtureWeights(Value):
+    """Weights of the sources of a Mixture, from a sample on.
 
-    Loading(workers=4, prefetch=2)
+    MixtureWeights(first=64000, weights=(0.5, 0.5))
+    """
+
+    first: int = Field(ge=1, le=MAX_INT, description="number of the first sample with these weights")
+    weights: tuple[float, ...] = Field(strict=False, description="weight of each source")
+
+
+class Loading(Value):
+    """The order of the samples, and how each rank reads them.
+
+    Loading(workers=4, prefetch=2, shuffle="window")
     """
 
     workers: int | None = Field(
@@ -621,6 +631,30 @@ class Loading(Value):
         " [default: spare cores on a machine with GPUs, else 0]",
     )
     prefetch: int = Field(default=2, ge=1, le=1024, description="batches that each worker reads ahead")
+    shuffle: Literal["full", "window", "none"] = Field(
+        default="full",
+        description="order of each epoch: a permutation of all samples, of blocks and then within windows"
+        " (for files that are read in sequence), or as in the dataset",
+    )
+    window: int = Field(
+        default=16384,
+        ge=1,
+        le=MAX_INT,
+        description="samples of a window, which has 64 blocks of neighboring samples; shuffle=window only",
+    )
+    weights: tuple[MixtureWeights, ...] = Field(
+        default=(),
+        strict=False,
+        description="changes of the weights of a Mixture, each from a sample on; resume --weights adds one",
+    )
+
+    @model_validator(mode="after")
+    def _window_needs_windows(self) -> Self:
+        if self.shuffle != "window" and self.window != type(self).model_fields["window"].default:
+            raise ValueError(
+                f"data.window={self.window} requires data.shuffle='window', got {self.shuffle!r}"
+            )
+        return self
 
 
 class Spec(Value):

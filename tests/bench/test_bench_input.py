@@ -9,6 +9,7 @@ from command import paceline, succeed, write_task
 from paceline import Spec, Task
 from paceline.bench.data_loading import default_worker_counts, loader_settings, measure, summarize
 from paceline.data.loader import RankBatchSlice, training_parts
+from paceline.data.order import SampleOrder
 from paceline.errors import DataError
 
 pytestmark = pytest.mark.processes
@@ -89,7 +90,7 @@ def test_slow_samples_limit_the_training():
 def test_samples_are_read_in_the_order_of_a_training():
     READ.clear()
     measure_input(Slow(), [(0, 1)])
-    parts = training_parts(RankBatchSlice(4, 1, 0, 1), 40, 0, 0, 3)
+    parts = training_parts(RankBatchSlice(4, 1, 0, 1), SampleOrder(40, 0), 0, 3)
     expected = [index for _, indices in parts for index in indices]
     assert READ[4 : 4 + len(expected)] == expected  # preceded by the batch on which the step is timed
 

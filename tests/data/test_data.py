@@ -27,10 +27,10 @@ from paceline.data.loader import (
     RankBatchSlice,
     Samples,
     batches,
-    shuffle,
     training_parts,
     validation_parts,
 )
+from paceline.data.order import SampleOrder, shuffle
 from paceline.distributed.rng import FIXED_SEED, derive_seed
 from paceline.errors import DataError
 from paceline.spec import Loading, Optimizer
@@ -101,24 +101,25 @@ def test_slices_of_all_ranks_are_the_global_batch(microbatches: int) -> None:
 def test_batches_span_epochs() -> None:
     """10 samples in batches of 4: 5 steps are 2 epochs; no batch is short and no sample is dropped."""
     taken = []
-    for _, indices in training_parts(RankBatchSlice(4, 1, 0, 1), 10, 3, 0, 5):
+    for _, indices in training_parts(RankBatchSlice(4, 1, 0, 1), SampleOrder(10, 3), 0, 5):
         assert len(indices) == 4
         taken += indices
     assert taken == order(10, 3, 0) + order(10, 3, 1)
 
 
 def test_a_batch_may_be_larger_than_an_epoch() -> None:
-    [(_, indices)] = training_parts(RankBatchSlice(12, 1, 0, 1), 5, 0, 0, 1)
+    [(_, indices)] = training_parts(RankBatchSlice(12, 1, 0, 1), SampleOrder(5, 0), 0, 1)
     assert indices == [*order(5, 0, 0), *order(5, 0, 1), *order(5, 0, 2)[:2]]
 
 
 def test_training_parts_continue_from_a_step() -> None:
     whole = list(
-        training_parts(RankBatchSlice(6, 3, 1, 2), 97, 4, 0, 5000)
+        training_parts(RankBatchSlice(6, 3, 1, 2), SampleOrder(97, 4), 0, 5000)
     )  # more than one chunk of the shuffle
     assert len(whole) == 3 * 5000
     for step in (1, 17, 4095, 4999):
-        assert list(training_parts(RankBatchSlice(6, 3, 1, 2), 97, 4, step, 5000)) == whole[3 * step :]
+        rest = training_parts(RankBatchSlice(6, 3, 1, 2), SampleOrder(97, 4), step, 5000)
+        assert list(rest) == whole[3 * step :]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
@@ -161,7 +162,7 @@ class Noisy(Task):
 def read(
     rank: int, ranks: int, workers: int, split: str = "train", steps: int = 8
 ) -> Iterator[tuple[int, bytes]]:
-    parts = list(training_parts(RankBatchSlice(4, 1, rank, ranks), 11, 9, 0, steps))
+    parts = list(training_parts(RankBatchSlice(4, 1, rank, ranks), SampleOrder(11, 9), 0, steps))
     with closing(batches(Samples(Augmented(), split, 9, None), parts, CPU, workers, 2)) as found:
         for (numbers, indices), (x, y) in zip(parts, found, strict=True):
             assert y.tolist() == indices
@@ -271,7 +272,7 @@ def _draw_after() -> tuple[float, float, float]:
 def test_samples_draw_as_if_each_was_seeded(draw: str, which: str) -> None:
     for rank, ranks in ((0, 1), (2, 3)):
         dataset = Drawing(DRAWS[draw], WHICH[which])
-        parts = list(training_parts(RankBatchSlice(24, 1, rank, ranks), 97, 9, 0, 6))
+        parts = list(training_parts(RankBatchSlice(24, 1, rank, ranks), SampleOrder(97, 9), 0, 6))
         own, expected = Drawing(DRAWS[draw], WHICH[which]), []
         for numbers, indices in parts:
             expected.append((_expected_draws(own, numbers, indices), _draw_after()))
@@ -285,7 +286,7 @@ def test_samples_draw_as_if_each_was_seeded(draw: str, which: str) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_each_worker_detects_whether_samples_draw(workers: int) -> None:
-    parts = list(training_parts(RankBatchSlice(12, 1, 0, 1), 97, 9, 0, 20))
+    parts = list(training_parts(RankBatchSlice(12, 1, 0, 1), SampleOrder(97, 9), 0, 20))
     draw: Callable[[int], float] = lambda index: random.random() + np.random.rand() + torch.rand(()).item()  # noqa: E731
     own = Drawing(draw, WHICH["rarely"])
     with closing(
@@ -306,7 +307,7 @@ def test_samples_that_do_not_draw_are_seeded_rarely() -> None:
     counts = {}
     for which in ("never", "always"):
         samples = Samples(Drawing(DRAWS["numpy"], WHICH[which]), "train", 9, None)
-        parts = list(training_parts(RankBatchSlice(64, 1, 0, 1), 97, 9, 0, 11))
+        parts = list(training_parts(RankBatchSlice(64, 1, 0, 1), SampleOrder(97, 9), 0, 11))
         samples[parts[0]]
         before = sys.getprofile()
         calls[0] = 0
@@ -330,7 +331,7 @@ def test_a_sample_that_fails_is_read_again_with_its_seed(should_fail: bool) -> N
             raise ValueError(f"drew {drawn}")
         return drawn
 
-    parts = list(training_parts(RankBatchSlice(8, 1, 0, 1), 97, 9, 0, 12))
+    parts = list(training_parts(RankBatchSlice(8, 1, 0, 1), SampleOrder(97, 9), 0, 12))
     samples = Samples(Drawing(draw, WHICH["rarely"]), "train", 9, None)
     failures = [found.message for part in parts if isinstance(found := samples[part], FailedSample)]
     [number] = [
@@ -353,7 +354,7 @@ def test_a_sample_that_fails_without_drawing_is_not_read_again() -> None:
 
     dataset = Failing(DRAWS["random"], WHICH["never"])
     samples = Samples(dataset, "train", 9, None)
-    found = [samples[part] for part in training_parts(RankBatchSlice(8, 1, 0, 1), 97, 9, 0, 12)]
+    found = [samples[part] for part in training_parts(RankBatchSlice(8, 1, 0, 1), SampleOrder(97, 9), 0, 12)]
     [failure] = [batch.message for batch in found if isinstance(batch, FailedSample)]
     assert failure.startswith("sample 41 of 'train' raised StopIteration")
     assert max(dataset.reads) == 1
@@ -448,7 +449,7 @@ class Faulty(Augmented):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_raises_is_named(workers: int) -> None:
-    parts = training_parts(RankBatchSlice(4, 1, 0, 1), 11, 9, 0, 8)
+    parts = training_parts(RankBatchSlice(4, 1, 0, 1), SampleOrder(11, 9), 0, 8)
     with (
         closing(batches(Samples(Faulty(), "train", 9, None), parts, CPU, workers, 2)) as found,
         pytest.raises(
@@ -465,7 +466,7 @@ class Whole(Augmented):
 
 
 def test_a_dataset_may_fetch_whole_batches() -> None:
-    parts = list(training_parts(RankBatchSlice(4, 2, 1, 2), 11, 9, 0, 3))
+    parts = list(training_parts(RankBatchSlice(4, 2, 1, 2), SampleOrder(11, 9), 0, 3))
     for (_, indices), (x, y) in zip(
         parts, batches(Samples(Whole(), "train", 9, torch.float64), parts, CPU, 0, 2), strict=True
     ):
@@ -476,7 +477,7 @@ def test_a_dataset_may_fetch_whole_batches() -> None:
 
 def test_torch_subset_is_a_dataset() -> None:
     """torch's convention: `__getitems__` returns a list of samples that are not collated."""
-    parts = list(training_parts(RankBatchSlice(4, 1, 0, 1), 6, 9, 0, 3))
+    parts = list(training_parts(RankBatchSlice(4, 1, 0, 1), SampleOrder(6, 9), 0, 3))
     samples = Samples(Subset(Augmented(), [0, 2, 4, 6, 8, 10]), "train", 9, None)
     own = Samples([Augmented()[i] for i in (0, 2, 4, 6, 8, 10)], "train", 9, None)
     for (_, indices), (x, y), (_, expected) in zip(
@@ -488,6 +489,6 @@ def test_torch_subset_is_a_dataset() -> None:
     assert all(torch.equal(x, other) for (x, _), (other, _) in zip(once, again, strict=True))
     split = RankBatchSlice(4, 1, 1, 2)
     for (x, _), (half, _) in zip(
-        once, batches(samples, training_parts(split, 6, 9, 0, 3), CPU, 0, 2), strict=True
+        once, batches(samples, training_parts(split, SampleOrder(6, 9), 0, 3), CPU, 0, 2), strict=True
     ):
         assert torch.equal(x[2:], half)  # augmentation belongs to the sample

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import harness
 from harness import TrainingResult, differences, take_sgd_step_, train_on_ranks
 from paceline import Ragged, Spec, Task
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.data.ragged import pad_each, pad_together
 from paceline.errors import PlanError
 from paceline.spec import Optimizer

@@ -239,8 +239,8 @@ def load_wrong_weights_(path, model, *rest):
         break
 
 
-def skip_a_step(part, samples, seed, first, steps):
-    yield from parts_(part, samples, seed, first + (first > 0), steps + (first > 0))
+def skip_a_step(part, order, first, steps):
+    yield from parts_(part, order, first + (first > 0), steps + (first > 0))
 
 
 checkpoint.load_, loop.training_parts = load_wrong_weights_, skip_a_step

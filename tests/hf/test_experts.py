@@ -14,7 +14,7 @@ from faults import replaced
 from harness import train_on_ranks
 from hf_folders import write_folder, write_text
 from paceline import Spec, Task
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.errors import Error
 from paceline.parallel.batch_sums import SumsOfParts
 from paceline.task import load_task

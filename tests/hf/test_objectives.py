@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from harness import train_on_ranks
 from hf_folders import TEXT, write_folder, write_text
 from paceline import Spec, Task, train
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.errors import Error
 from paceline.events import Step
 from paceline.hf import export

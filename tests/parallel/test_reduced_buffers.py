@@ -18,7 +18,7 @@ from faults import replaced
 from harness import differences, ranks, relative_difference, take_sgd_step_, train_on_ranks
 from models import SAMPLES, Pairs, random_normal
 from paceline import BufferSum, Layout, Noted, Spec, Started, Task, setup, train
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.errors import PlanError, TaskError
 from paceline.parallel import reduced_buffers
 from paceline.parallel.reduced_buffers import BufferReducer, check_reduced_buffers, read_reductions

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline import Layout, Task
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.tasks import text as tasks
 from paceline.tasks.text import Windows
 

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 import models
 from harness import TrainingResult, differences, ranks, train_on_ranks
 from paceline import Spec, Task
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.spec import Optimizer
 from paceline.training.init.deferred_init import fill_, record
 

@@ -16,7 +16,7 @@ from faults import replaced
 from harness import differences_from_single, relative_difference, train_on_ranks
 from models import SAMPLES
 from paceline import Spec, train
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.sample_rng import SampleNumbers
 from paceline.spec import Optimizer, Save
 from paceline.training import step

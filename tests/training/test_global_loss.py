@@ -19,7 +19,7 @@ from command import events_of_kind, succeed
 from faults import replaced
 from harness import TrainingResult, differences, take_sgd_step_, train_on_ranks
 from paceline import Spec, Task, World, train
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.errors import Error
 from paceline.events import Evaluated, Step
 from paceline.parallel.batch_shares import BatchShares

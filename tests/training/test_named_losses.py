@@ -22,7 +22,7 @@ from faults import replaced
 from harness import TrainingResult, differences, relative_difference, take_sgd_step_, train_on_ranks
 from paceline import Spec, Task, World, train
 from paceline.after_step import Ema
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.errors import Error
 from paceline.events import Evaluated, Event, Step
 from paceline.parallel import named_losses

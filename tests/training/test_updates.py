@@ -17,7 +17,7 @@ from faults import replaced
 from harness import relative_difference, train_on_ranks
 from models import SAMPLES, Pairs, random_normal
 from paceline import Spec, Task, Update
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.debug.replay import replay
 from paceline.errors import PlanError, SpecError, TaskError
 from paceline.events import Profiled, Step

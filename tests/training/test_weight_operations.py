@@ -18,7 +18,7 @@ from harness import relative_difference, take_sgd_step_, train_on_ranks
 from models import SAMPLES, Pairs, random_normal
 from paceline import Spec, Task
 from paceline.after_step import Clamp, CopyTo, Ema, Normalize, Polyak
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.errors import PlanError, TaskError
 from paceline.plan.plan import ResolvedPlan, parse
 from paceline.run import RunFolder

@@ -19,6 +19,7 @@ from paceline.data.loader import (
     Samples,
     batches,
     check_batch,
+    choose_order,
     open_training_samples,
     training_parts,
 )
@@ -86,7 +87,9 @@ def _measure_setting(
     """Return the row of one (workers, prefetch); `work` is called with each batch."""
     check_batch(spec.batch, training.count)
     workers, prefetch = setting
-    parts = training_parts(RankBatchSlice(spec.batch, 1, 0, 1), training.count, spec.seed, 0, ENDLESS_STEPS)
+    parts = training_parts(
+        RankBatchSlice(spec.batch, 1, 0, 1), choose_order(training, spec), 0, ENDLESS_STEPS
+    )
     memory = MemoryGrowth()
     start = time.perf_counter()
     with contextlib.closing(batches(training, parts, device, workers, prefetch)) as source:

@@ -32,6 +32,10 @@ def resume(
     steps: Annotated[
         int | None, typer.Option(help="Total length in steps, with those already done [default: as before]")
     ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="W,W,…", help="Weights of a Mixture from the next step on [default: as before]"),
+    ] = None,
     lr: Annotated[
         float | None, typer.Option(help="Learning rate for the remaining steps [default: as before]")
     ] = None,
@@ -138,7 +142,24 @@ def resume(
     overrides: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     if most is not None:
         overrides["least_nodes"] = least
-    resume_run(open_run(run), specs.replace_length(overrides), read_world(), edited=edited)
+    folder = open_run(run)
+    if weights is not None:
+        overrides["data.weights"] = _add_weights(folder, weights, edited)
+    resume_run(folder, specs.replace_length(overrides), read_world(), edited=edited)
+
+
+def _add_weights(folder: RunFolder, text: str, edited: bool) -> list[dict[str, Any]]:
+    """Return the changes of weights of a run, and another from the sample after its last checkpoint on."""
+    spec, _ = specs.load_own(folder.spec, {}, edited)
+    try:
+        weights = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise RunError(f"--weights must be numbers such as 0.7,0.3, got {text!r}") from None
+    first = max(folder.checkpoints(), default=0) * spec.batch
+    if not first:
+        raise RunError(f"{folder.path} has no checkpoint, so --weights has no first sample; start a new run")
+    earlier = [change for change in spec.data.weights if change.first < first]
+    return [change.model_dump() for change in (*earlier, specs.MixtureWeights(first=first, weights=weights))]
 
 
 def resume_run(

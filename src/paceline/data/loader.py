@@ -1,4 +1,4 @@
-"""The samples of each step. Their order is a pure function of (seed, epoch, position).
+"""The samples of each step. Their order is a pure function of the seed and the number of the sample.
 
 The state is one integer. The samples of a training are numbered 0, 1, 2, … over all epochs. Step s consumes
 the numbers s·batch to (s+1)·batch - 1, for any number of ranks. They are divided into micro-batches, and
@@ -7,7 +7,6 @@ each micro-batch into one contiguous slice per rank.
 
 import contextlib
 import itertools
-import math
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, default_collate
 
 from paceline.batch import cast_floats, find_tensors, move
 from paceline.data.augment import Augmentation, NumberRecorder
+from paceline.data.mixture import Mixture
+from paceline.data.order import Numbers, Order, SampleOrder
 from paceline.data.ragged import Agree, pad_each, pad_together
 from paceline.data.workers import ForkedReaders, survive_one_signal
 from paceline.distributed.rng import (
@@ -39,9 +39,7 @@ from paceline.task import MapDataset, Task
 from paceline.user_code import UserCode, describe_exception, is_passed_through
 
 Batch = Any
-Numbers = npt.NDArray[Any]  # of samples
-ROUNDS = 8  # of the Feistel network
-CHUNK = 8192  # sample numbers that are shuffled at a time
+CHUNK = 8192  # sample numbers whose order is computed at a time
 MAX_EPOCHS_PER_BATCH = 100
 NUM_PROBED = 8  # samples of the first batch that show whether samples draw random numbers
 DONE = object()
@@ -49,48 +47,6 @@ NOT_STACKED = (
     "; torch's default_collate stacks the samples: if their shapes or types differ, define collate(samples)"
     " in the task, which returns the batch, for example padded"
 )
-
-
-def shuffle(numbers: Numbers, samples: int, seed: int) -> Numbers:
-    """Return the indices of the samples with these numbers, int64 of shape (n,), if an epoch has `samples`.
-
-    Each epoch has a different permutation: a Feistel network over a·b ≥ samples, applied again to each value
-    until it is below `samples` (Black and Rogaway, Ciphers with arbitrary finite domains, 2002). It takes no
-    memory, any number can be computed independently, and no release of a library can change the order.
-    """
-    epochs, positions = np.divmod(numbers.astype(np.int64), samples)
-    indices = np.empty_like(positions)
-    for epoch in np.unique(epochs):
-        in_epoch = epochs == epoch
-        indices[in_epoch] = _permute(
-            positions[in_epoch].astype(np.uint64), samples, derive_seed(seed, "order", epoch)
-        )
-    return indices
-
-
-def _permute(positions: Numbers, samples: int, key: int) -> Numbers:
-    """Return the positions in the permutation of `samples` samples that `key` selects."""
-    root = max(1, math.isqrt(samples - 1) + 1)
-    a, b = np.uint64(root), np.uint64(-(-samples // root))
-    out: Numbers = positions.copy()
-    walking = np.ones(len(positions), dtype=bool)
-    while walking.any():
-        left: Numbers = out[walking] // b
-        right: Numbers = out[walking] % b
-        for turn in range(0, ROUNDS, 2):
-            left = (left + _mix(right, key + turn) % a) % a
-            right = (right + _mix(left, key + turn + 1) % b) % b
-        out[walking] = left * b + right
-        walking[walking] = out[walking] >= samples
-    return out.astype(np.int64)
-
-
-def _mix(values: Numbers, key: int) -> Numbers:
-    """Return splitmix64 (Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
-    z = values + np.uint64(key * 0x9E3779B97F4A7C15 % 2**64)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 @dataclass(frozen=True)
@@ -132,13 +88,13 @@ class RankBatchSlice:
 
 
 def training_parts(
-    part: RankBatchSlice, samples: int, seed: int, first_step: int, steps: int
+    part: RankBatchSlice, order: Order, first_step: int, steps: int
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yield (numbers, indices) of each micro-batch of this rank, from step `first_step` until `steps`."""
     steps_per_chunk = max(1, CHUNK // (part.microbatches * part.share))
     for begin in range(first_step, steps, steps_per_chunk):
         numbers = np.stack([part.numbers(step) for step in range(begin, min(begin + steps_per_chunk, steps))])
-        indices = shuffle(numbers.ravel(), samples, seed).reshape(numbers.shape)
+        indices = order.indices(numbers.ravel()).reshape(numbers.shape)
         for step_numbers, step_indices in zip(numbers.tolist(), indices.tolist(), strict=True):
             yield from zip(step_numbers, step_indices, strict=True)
 
@@ -391,6 +347,15 @@ def open_training_samples(task: Task, spec: Spec, plan: ResolvedPlan | None = No
     dataset = open_dataset(task, "train")
     assert dataset is not None
     return _make_samples(task, dataset, "train", spec, plan, is_training=True)
+
+
+def choose_order(samples: Samples, spec: Spec) -> Order:
+    """Return the order in which a training reads samples."""
+    if isinstance(samples.dataset, Mixture):
+        return samples.dataset.make_order(spec.seed, spec.data)
+    if spec.data.weights:
+        raise DataError(f"data.weights requires a Mixture, got {type(samples.dataset).__name__}; remove them")
+    return SampleOrder(samples.count, spec.seed, spec.data.shuffle, spec.data.window)
 
 
 def check_batch(batch: int, samples: int) -> None:

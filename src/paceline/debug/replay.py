@@ -189,6 +189,10 @@ def _check_order(path: Path, index: Index, spec: Spec, data: TrainingData) -> No
             f"{path} was made with {index.epoch_samples} training samples, got {data.samples}; the order of "
             "samples depends on it: restore the data"
         )
+    if index.order != (order := data.order.describe(index.samples)):
+        raise CheckpointError(
+            f"{path} was made with order of samples {index.order}, got {order}; restore the request"
+        )
 
 
 class _Replay:
@@ -218,7 +222,7 @@ class _Replay:
     def run(
         self, begin: int, step: int, notes: tuple[str, ...], anomaly: bool, debugger: bool
     ) -> ReplayedStep:
-        parts = list(training_parts(self.part, self.data.samples, self.spec.seed, begin, step))
+        parts = list(training_parts(self.part, self.data.order, begin, step))
         last = parts[-self.part.microbatches :]
         gradients: list[ModuleGradient] = []
         findings: list[str] = []

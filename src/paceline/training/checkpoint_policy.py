@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch.distributed as dist
 
+from paceline.data.order import Order
 from paceline.doctor.heartbeat import SAVE
 from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.errors import CheckpointError
@@ -26,13 +27,13 @@ class CheckpointPolicy:
     A checkpoint that cannot be written costs neither the training nor the checkpoints before. Without a run
     folder nothing is read or written. The methods are collectives: all ranks call them in the same order.
 
-    samples: of the training split.
+    order: of the training samples.
     """
 
     def __init__(
-        self, context: RankContext, prepared: PreparedTraining, samples: int, heartbeat: HeartbeatWriter
+        self, context: RankContext, prepared: PreparedTraining, order: Order, heartbeat: HeartbeatWriter
     ):
-        self.context, self.prepared, self.samples, self.heartbeat = context, prepared, samples, heartbeat
+        self.context, self.prepared, self.order, self.heartbeat = context, prepared, order, heartbeat
         self.run, self.spec = context.run, context.spec
         self.saver = (
             checkpoint.Saver(
@@ -46,7 +47,7 @@ class CheckpointPolicy:
             if context.run is not None
             else None
         )
-        self.resumed = resume(context, prepared, samples)
+        self.resumed = resume(context, prepared, order)
         self.best = self.resumed.best
         self.is_requested = False  # all ranks agreed to save after this step
         self._saved_step = self.resumed.step
@@ -111,12 +112,13 @@ class CheckpointPolicy:
         index = checkpoint.Index(
             step=step,
             samples=step * self.spec.batch,
-            epoch_samples=self.samples,
+            epoch_samples=self.order.epoch_samples,
             task=self.spec.task,
             set=self.spec.set,
             plan=context.requested_plan,
             ranks=context.ranks,
             seed=self.spec.seed,
+            order=self.order.describe(step * self.spec.batch),
             own=bool(rank_state),
             loss_scale=dataclasses.asdict(loss_scale) if loss_scale is not None else None,
             metrics=metrics,

@@ -259,7 +259,7 @@ class TrainingLoop:
         self.batch_slice = context.batch_slice
         divides_batch = self.batch_slice.ranks * self.batch_slice.microbatches > 1
         self.workers = workers_per_rank(world.local_size, context.device, spec.data.workers)
-        self.checkpoints = CheckpointPolicy(context, prepared, data.samples, heartbeat)
+        self.checkpoints = CheckpointPolicy(context, prepared, data.order, heartbeat)
         self.evaluator = Evaluator(spec, data, prepared, self.workers)
         self.first = self.step = self.checkpoints.resumed.step  # steps done: at the start, now
         self.first_losses: dict[int, list[FirstLossCheck]] = {}  # by the steps done before their pass runs
@@ -298,7 +298,7 @@ class TrainingLoop:
             if (yield from self._evaluate()):
                 yield from self._save()
             self._set_timeout(start_timeout_s(self.spec.timeout_s))
-        parts = training_parts(self.batch_slice, self.data.samples, self.spec.seed, self.first, self.total)
+        parts = training_parts(self.batch_slice, self.data.order, self.first, self.total)
         source = batches(
             self.data.training,
             parts,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from paceline.data.order import Order
 from paceline.errors import CheckpointError
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_changes, describe_identity
@@ -24,10 +25,10 @@ class ResumedState:
     plateau: PlateauState | None = None  # of the schedule plateau
 
 
-def resume(context: RankContext, prepared: PreparedTraining, samples: int) -> ResumedState:
+def resume(context: RankContext, prepared: PreparedTraining, order: Order) -> ResumedState:
     """Load the last complete checkpoint of the run, if there is one. A collective.
 
-    samples: of the training split. Raises CheckpointError if the checkpoint is of another training.
+    order: of the training samples. Raises CheckpointError if the checkpoint is of another training.
     """
     spec, world, run = context.spec, context.world, context.run
     if run is None:
@@ -41,7 +42,8 @@ def resume(context: RankContext, prepared: PreparedTraining, samples: int) -> Re
     for name, then, now in (
         ("batch", index.samples // index.step, spec.batch),
         ("seed", index.seed, spec.seed),
-        ("training samples", index.epoch_samples, samples),
+        ("training samples", index.epoch_samples, order.epoch_samples),
+        ("order of samples", index.order, order.describe(index.samples)),
     ):
         if then != now:
             raise CheckpointError(

@@ -17,9 +17,11 @@ from paceline.data.loader import (
     RankBatchSlice,
     Samples,
     check_batch,
+    choose_order,
     open_samples,
     open_training_samples,
 )
+from paceline.data.order import Order
 from paceline.distributed.dtensor import is_materialized
 from paceline.distributed.mesh import build_mesh, select_data_mesh
 from paceline.distributed.world import World
@@ -87,8 +89,13 @@ class TrainingData:
 
     training: Samples
     validation: Samples | None
-    samples: int  # of the training split
+    order: Order  # of the training split
     others: tuple[Samples, ...] = ()  # that are evaluated besides the validation split
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of an epoch."""
+        return self.order.epoch_samples
 
     @property
     def evaluated(self) -> dict[str, Samples]:
@@ -112,7 +119,7 @@ def open_data(spec: Spec, task: Task, plan: ResolvedPlan | None = None) -> Train
     return TrainingData(
         training=training,
         validation=open_samples(task, "validation", spec, plan),
-        samples=training.count,
+        order=choose_order(training, spec),
         others=tuple(_open_split(spec, task, split, plan) for split in spec.evaluate_splits),
     )
 

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
+from paceline.data.order import FULL
 from paceline.distributed.balance import balance_by_size
 from paceline.distributed.dtensor import is_dtensor, is_materialized
 from paceline.distributed.process_group import SAVE_TIMEOUT_S
@@ -69,6 +70,7 @@ class Index:
     plateau: PlateauState | None = None  # of the schedule plateau
     identity: Mapping[str, str] = field(default_factory=dict)  # as by describe_identity
     files: Mapping[str, list[int]] = field(default_factory=dict)  # name -> [bytes, CRC-32]
+    order: str = FULL  # of the samples so far, as by Order.describe
 
 
 def collect_model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -20,7 +20,14 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.data.loader import Batch, RankBatchSlice, batches, open_training_samples, training_parts
+from paceline.data.loader import (
+    Batch,
+    RankBatchSlice,
+    batches,
+    choose_order,
+    open_training_samples,
+    training_parts,
+)
 from paceline.distributed import mesh
 from paceline.distributed.world import World
 from paceline.errors import LaunchError, PlanError, TaskError
@@ -187,8 +194,7 @@ def _load_microbatches(spec: Spec, plan: ResolvedPlan, world: World, task: Task)
     check_sample_count(samples.count, plan, spec.batch)
     parts = training_parts(
         RankBatchSlice(spec.batch, plan.microbatches, plan.place(world.rank).dp, plan.dp),
-        samples.count,
-        spec.seed,
+        choose_order(samples, spec),
         0,
         1,
     )

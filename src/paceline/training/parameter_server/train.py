@@ -85,7 +85,7 @@ def train_against_servers(
             readers = workers_per_rank(world.local_size, device, spec.data.workers)
             step = first = worker.wait_for_start()
             yield _make_started_event(spec, plan_name, world, model, data, first, total)
-            for step in worker.steps(first, total, spec, data.training, data.samples, device, readers, stop):  # noqa: B007
+            for step in worker.steps(first, total, spec, data.training, data.order, device, readers, stop):  # noqa: B007
                 pass
             yield Ended(step=step, reason="done" if worker.is_done or step == total else "stopped")
             return

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data.loader import RankBatchSlice, Samples, batches, training_parts
+from paceline.data.order import Order
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.spec import Spec
 from paceline.training.first_loss import FirstLossCheck
@@ -54,14 +55,14 @@ class Worker:
         total: int,
         spec: Spec,
         training: Samples,
-        samples: int,
+        order: Order,
         device: torch.device,
         readers: int,
         stop: Callable[[], bool],
     ) -> Iterator[int]:
         """Train until the servers end the training. Yield the number of each step."""
         part = RankBatchSlice(spec.batch, self.plan.microbatches, self.number, self.plan.dp)
-        parts = training_parts(part, samples, spec.seed, first, total)
+        parts = training_parts(part, order, first, total)
         self.update.batch_slice = part
         first_loss = FirstLossCheck(
             self.update,
