@@ -232,7 +232,6 @@ def test_set_reaches_every_key(tmp_path):
             "stop.metric": ["stop.target=1"],
             "stop.min_delta": ["stop.patience=1"],
             "data.window": ["data.shuffle=window"],
-        }.get(name, [])
             "optimizer.nesterov": ["optimizer.name=sgd"],
         }.get(name, owners.get(name, []))
         request = load(None, parse_overrides([f"{name}={text}", *more]))

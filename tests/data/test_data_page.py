@@ -7,6 +7,7 @@ import pytest
 
 from command import succeed
 from image_files import write_images
+from paceline.data import Mixture
 from pages import read_blocks
 
 BLOCKS = read_blocks("docs/data.md")
@@ -18,6 +19,30 @@ def test_folder_of_images(tmp_path):
     write_images(tmp_path / "images/train", {"a": 5, "b": 5})
     words = ("--set", "folder=images", "--batch", "4", "--steps", "2", "--run-dir", "run", "--no-report")
     assert "done" in succeed("train", "pictures.py", *words, at=tmp_path).out
+
+
+def test_pack(tmp_path):
+    write_images(tmp_path / "images", {"a": 5, "b": 5})
+    for line in BLOCKS["pack"].splitlines():
+        program, *words = line.partition("#")[0].split()
+        assert program == "paceline"
+        succeed(*words, at=tmp_path)
+    assert (tmp_path / "packed/shard-000000.tar").exists()
+    for path in (tmp_path / "images").rglob("*.png"):
+        restored = tmp_path / "restored" / path.relative_to(tmp_path / "images")
+        assert restored.read_bytes() == path.read_bytes()
+
+
+def test_order(tmp_path):
+    program, *words = BLOCKS["order"].split()
+    assert program == "paceline"
+    assert "done" in succeed(*words, "--run-dir", "run", "--no-report", at=tmp_path).out
+
+
+def test_mixture():
+    names: dict[str, Mixture] = {}
+    exec(BLOCKS["mixture"], names)
+    assert len(names["mixture"]) == 5800
 
 
 def test_shards(tmp_path, monkeypatch, capsys):

@@ -40,6 +40,10 @@ PANELS = {
         "comms": "Show bytes and calls of a training step by collective, mesh axis and module.",
         "verify": "Check that a plan computes the same training as one process.",
     },
+    "Data": {
+        "pack": "Pack many small files into few tar shards with an index.",
+        "unpack": "Restore the files of shards: names, contents and permissions, bit for bit.",
+    },
     "Measure": {
         "monitor": "Sample the processors, memory, disks, network and GPUs of this node.",
         "probe": "Show what this machine has: processors, links, network, PyTorch back ends, storage.",

@@ -3,8 +3,11 @@
 Order and random streams are functions of (seed, position). Files here know nothing of a plan except the
 rank's share of a batch. Sources for tasks:
 
+    Documents     the documents of a folder of tokens
     Folder        images in a folder for each class, or such a folder packed by `paceline pack`
+    Mixture       several datasets in fixed shares
     Shards        samples in tar files, as WebDataset names them
+    Tokens        windows of memory-mapped tokens
     decode_image  the pixels of an image file
 """
 
@@ -14,11 +17,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.data.folder import Folder as Folder
     from paceline.data.images import decode_image as decode_image
+    from paceline.data.mixture import Mixture as Mixture
     from paceline.data.shards import Shards as Shards
+    from paceline.data.tokens import Documents as Documents
+    from paceline.data.tokens import Tokens as Tokens
 
 # Imported on first use, because some of them need torch.
-_PLACES = {"Folder": "folder", "Shards": "shards", "decode_image": "images"}
-__all__ = ["Folder", "Shards", "decode_image"]
+_PLACES = {
+    "Documents": "tokens",
+    "Folder": "folder",
+    "Mixture": "mixture",
+    "Shards": "shards",
+    "Tokens": "tokens",
+    "decode_image": "images",
+}
+__all__ = ["Documents", "Folder", "Mixture", "Shards", "Tokens", "decode_image"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data.name_table import NameTable
-from paceline.data.shard_index import INDEX, FileRows, Shard, ShardIndex, write_index
+from paceline.data.shard_index import INDEX, UNFINISHED, FileRows, Shard, ShardIndex, write_index
 from paceline.errors import DataError
 from paceline.files import find_cache_folder, reason
 
@@ -70,6 +70,10 @@ class ShardFiles:
             contents.append(content)
         return contents
 
+    def read_bytes(self, file: int, size: int, offset: int) -> bytes:
+        """Return bytes of the shard that has a file, unchecked. offset: in the shard."""
+        return self._pread(self.index.find_shard(file), size, offset)
+
     def _pread(self, number: int, size: int, offset: int) -> bytes:
         file = self._open.get(number)
         if file is None:
@@ -98,6 +102,8 @@ def _find_shards(path: str | Path | Sequence[str | Path]) -> tuple[Path, list[Pa
     """Return the folder of shards, their absolute paths, and whether these are all shards of the folder."""
     if isinstance(path, (str, Path)) and Path(path).is_dir():
         folder = Path(path).resolve()
+        if (folder / UNFINISHED).exists():
+            raise DataError(f"{folder} is packed only in part; run the same paceline pack again")
         found = sorted(folder.glob("*.tar"))
         if not found:
             compressed = next(iter(sorted(folder.glob("*.tar.*"))), None)
@@ -138,7 +144,7 @@ def _open_index(folder: Path, paths: Sequence[Path], is_whole_folder: bool) -> S
         shards, rows = [], FileRows()
         for name in names:
             shards.append(index_shard(folder, name, rows))
-        write_index(target, shards, rows, is_packed=False)
+        write_index(target, shards, rows)
     return ShardIndex(target)
 
 
@@ -173,7 +179,7 @@ def index_shard(folder: Path, name: str, rows: FileRows) -> Shard:
         status = path.stat()
         with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
-                if not member.isreg() or (member.name.startswith("__") and member.name.endswith("__")):
+                if not member.isreg():
                     continue
                 if member.issparse():
                     raise DataError(f"{member.name} in {path} is sparse; write the shard without --sparse")

@@ -22,6 +22,7 @@ from paceline.errors import DataError
 from paceline.files import open_regular, reason, replaced
 
 INDEX = "shards.index"
+UNFINISHED = ".packing"  # a file that is in a folder while `paceline pack` fills it
 FORMAT = "paceline-shards-1"
 # In the order of the file: of each file, except `samples`, the first file of each sample.
 ARRAYS = {"offsets": "<u8", "sizes": "<u8", "ends": "<u8", "samples": "<u8", "crcs": "<u4", "names": "<u1"}
@@ -66,10 +67,10 @@ class FileRows:
 def split_sample_name(name: bytes) -> tuple[bytes, str] | None:
     """Return the name of the sample that a file belongs to, and its part: `a/1.seg.png` -> a/1, seg.png.
 
-    None if WebDataset ignores the file: it has no extension or is a hidden file.
+    None if WebDataset ignores the file: it has no extension, is a hidden file, or is named `__…__`.
     """
     match = SAMPLE_NAME.fullmatch(name)
-    if match is None or not match[2]:
+    if match is None or not match[2] or (name.startswith(b"__") and name.endswith(b"__")):
         return None
     return match[1], os.fsdecode(match[2]).lower()
 
@@ -85,8 +86,8 @@ def group_samples(names: Sequence[bytes], first: int = 0) -> list[int]:
     return begins
 
 
-def write_index(path: Path, shards: Sequence[Shard], rows: FileRows, is_packed: bool) -> None:
-    """Write the index of shards atomically. is_packed: whether `paceline pack` wrote the shards."""
+def write_index(path: Path, shards: Sequence[Shard], rows: FileRows, packed_from: str = "") -> None:
+    """Write the index of shards atomically. packed_from: a digest of what `paceline pack` packed."""
     samples: list[int] = []
     first = 0
     for shard in shards:
@@ -103,7 +104,7 @@ def write_index(path: Path, shards: Sequence[Shard], rows: FileRows, is_packed: 
     }
     header = {
         "format": FORMAT,
-        "packed": is_packed,
+        "packed_from": packed_from,
         "lengths": {name: len(array) for name, array in arrays.items()},
         "shards": [[shard.name, shard.files, shard.bytes, shard.mtime_ns] for shard in shards],
     }
@@ -132,9 +133,14 @@ class ShardIndex:
         self.offsets, self.sizes, self.crcs = arrays["offsets"], arrays["sizes"], arrays["crcs"]
         self.samples = arrays["samples"]
         self.names = NameTable(arrays["names"], arrays["ends"])
-        self.is_packed = bool(header["packed"])
+        self.packed_from = str(header["packed_from"])
         self.shards = [Shard(*shard) for shard in header["shards"]]
         self.first_files = [0, *accumulate(shard.files for shard in self.shards)]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `paceline pack` wrote the shards."""
+        return bool(self.packed_from)
 
     def find_shard(self, file: int) -> int:
         """Return the number of the shard that has a file."""
