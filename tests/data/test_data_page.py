@@ -39,6 +39,14 @@ def test_order(tmp_path):
     assert "done" in succeed(*words, "--run-dir", "run", "--no-report", at=tmp_path).out
 
 
+def test_stream(tmp_path, monkeypatch):
+    (tmp_path / "log.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, list[dict[str, int]]] = {}
+    exec(BLOCKS["stream"], names)
+    assert [names["samples"][index] for index in (0, 1)] == [{"a": 1}, {"a": 2}]
+
+
 def test_mixture():
     names: dict[str, Mixture] = {}
     exec(BLOCKS["mixture"], names)

@@ -7,6 +7,7 @@ rank's share of a batch. Sources for tasks:
     Folder        images in a folder for each class, or such a folder packed by `paceline pack`
     Mixture       several datasets in fixed shares
     Shards        samples in tar files, as WebDataset names them
+    Stream        samples of an iterator, one after another
     Tokens        windows of memory-mapped tokens
     decode_image  the pixels of an image file
 """
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.data.images import decode_image as decode_image
     from paceline.data.mixture import Mixture as Mixture
     from paceline.data.shards import Shards as Shards
+    from paceline.data.stream import Stream as Stream
     from paceline.data.tokens import Documents as Documents
     from paceline.data.tokens import Tokens as Tokens
 
@@ -28,10 +30,11 @@ _PLACES = {
     "Folder": "folder",
     "Mixture": "mixture",
     "Shards": "shards",
+    "Stream": "stream",
     "Tokens": "tokens",
     "decode_image": "images",
 }
-__all__ = ["Documents", "Folder", "Mixture", "Shards", "Tokens", "decode_image"]
+__all__ = ["Documents", "Folder", "Mixture", "Shards", "Stream", "Tokens", "decode_image"]
 
 
 def __getattr__(name: str) -> Any:

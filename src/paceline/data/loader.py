@@ -22,6 +22,7 @@ from paceline.data.augment import Augmentation, NumberRecorder
 from paceline.data.mixture import Mixture
 from paceline.data.order import Numbers, Order, SampleOrder
 from paceline.data.ragged import Agree, pad_each, pad_together
+from paceline.data.stream import Stream
 from paceline.data.workers import ForkedReaders, survive_one_signal
 from paceline.distributed.rng import (
     FIXED_SEED,
@@ -277,7 +278,8 @@ def open_dataset(task: Task, split: str) -> MapDataset | None:
 
 def _check_dataset(dataset: Any, what: str, split: str) -> None:
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(f"{what} must have len() and [i], got {type(dataset).__name__}")
+        hint = "; paceline.data.Stream reads an iterator" if hasattr(dataset, "__iter__") else ""
+        raise DataError(f"{what} must have len() and [i], got {type(dataset).__name__}{hint}")
     if _length(dataset, split) == 0:
         raise DataError(f"{what} is empty")
 
@@ -349,8 +351,30 @@ def open_training_samples(task: Task, spec: Spec, plan: ResolvedPlan | None = No
     return _make_samples(task, dataset, "train", spec, plan, is_training=True)
 
 
+def find_streams(dataset: MapDataset) -> list[Stream]:
+    """Return the streams that a dataset consists of."""
+    sources = dataset.sources if isinstance(dataset, Mixture) else [dataset]
+    return [source for source in sources if isinstance(source, Stream)]
+
+
+def describe_streams(samples: Samples, first: int) -> tuple[str, ...]:
+    """Return a note on what reading streams costs, if there are any. first: sample of the training."""
+    if not find_streams(samples.dataset):
+        return ()
+    skipped = f"; it begins with skipping the samples before number {first:,}" if first else ""
+    return (
+        "the training samples are a stream: each process that reads goes through all of it, and decodes its"
+        f" own samples{skipped}",
+    )
+
+
 def choose_order(samples: Samples, spec: Spec) -> Order:
     """Return the order in which a training reads samples."""
+    if find_streams(samples.dataset) and spec.data.shuffle != "none":
+        raise DataError(
+            f"a Stream is read in its own order, got data.shuffle={spec.data.shuffle!r}; use --set"
+            " data.shuffle=none, and shuffle in the iterator"
+        )
     if isinstance(samples.dataset, Mixture):
         return samples.dataset.make_order(spec.seed, spec.data)
     if spec.data.weights:

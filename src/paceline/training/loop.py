@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import task as tasks
-from paceline.data.loader import Batch, batches, training_parts
+from paceline.data.loader import Batch, batches, describe_streams, find_streams, training_parts
 from paceline.data.ragged import agree_on_longest
 from paceline.distributed import mesh
 from paceline.distributed.process_group import (
@@ -68,7 +68,7 @@ from paceline.training.torch_settings import ineffective_options, set_free_threa
 from paceline.training.tracing.step_tracer import StepTracer, check_traced_steps
 from paceline.training.update_sequence import UpdateSequence
 from paceline.training.weight_operations import read_operations
-from paceline.units import parse_duration_s
+from paceline.units import format_seconds, parse_duration_s
 
 MAX_SKIPPED = 10  # steps in a row whose update on_nan=skip skips
 
@@ -361,6 +361,7 @@ class TrainingLoop:
             self.stopping.poll()
             self.heartbeat.done(self.step)
             yield from self._note_whole_blocks()
+            yield from self._note_skipped(launched.data_s)
             yield from self._compare_buffers()
             if self.metrics.is_due:
                 self._start_reduction()
@@ -378,6 +379,15 @@ class TrainingLoop:
             yield from self.checkpoints.report(wait=False)
         yield from self.tracer.finish(self.step)
         yield from self._flush_metrics()
+
+    def _note_skipped(self, data_s: float) -> Iterator[Event]:
+        """Report the cost of a resume that had to read a stream from its beginning."""
+        if 0 < self.first == self.step - 1 and find_streams(self.data.training.dataset):
+            first = self.first * self.spec.batch % self.data.samples
+            yield Noted(
+                step=self.step,
+                message=f"reading the stream up to sample {first:,} took {format_seconds(data_s)}",
+            )
 
     def _run_step(
         self, source: Iterator[Batch]
@@ -457,7 +467,11 @@ class TrainingLoop:
             device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             precision=self.spec.precision,
             threads=torch.get_num_threads(),
-            notes=(*self.prepared.notes, *self.checkpoints.resumed.notes),
+            notes=(
+                *self.prepared.notes,
+                *self.checkpoints.resumed.notes,
+                *describe_streams(self.data.training, self.first * self.spec.batch),
+            ),
             lr_group=self.prepared.lr_group,
             facts=collect_start_facts(
                 self.prepared.model, self.device, self.spec.precision, self.world.local_size

@@ -118,7 +118,7 @@ def train_against_servers(
 class _NoSamples:
     """The training samples of a server, which reads none."""
 
-    collate = None
+    collate = dataset = None
 
     def __getitem__(self, part: object) -> None:
         return None
