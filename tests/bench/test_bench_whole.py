@@ -12,7 +12,7 @@ from paceline.cluster.facts import Cluster, Device
 
 pytestmark = pytest.mark.processes
 
-DRAWN = ("collectives", "compute", "overlap", "storage", "input")
+DRAWN = ("collectives", "compute", "overlap", "storage", "data")
 KINDS = (*DRAWN, "host")
 TIMES = {"median_s": 1.0, "min_s": 1.0, "p95_s": 1.0, "spread": 0.1349, "n": 5}
 

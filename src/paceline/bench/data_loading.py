@@ -10,6 +10,7 @@ import torch
 
 from paceline.bench.compute.kernels import first_line
 from paceline.bench.compute.step import prepare_step, time_step
+from paceline.bench.data_stages import advise, check_workers, measure_stages, quality_row
 from paceline.bench.result import Row
 from paceline.bench.timer import summarize_times
 from paceline.cluster.limits import usable_cores
@@ -52,7 +53,9 @@ def measure(
     loader of a training on the training split. Raises DataError if samples cannot be read.
     """
     training = open_training_samples(task, spec)
-    each_s = budget_s / (1 + 2 * len(settings))
+    each_s = budget_s / (2 + 2 * len(settings))
+    stages = [*measure_stages(training, spec, each_s), quality_row(training, spec)]
+    yield from stages
     with contextlib.ExitStack() as stack:
         step = None
         try:
@@ -63,12 +66,18 @@ def measure(
         else:
             yield {"what": "step", "per_s": spec.batch / step_timing.median_s, **step_timing.fields()}
             step = ready_step.on
-        max_passes = 0.0
+        max_passes, measured = 0.0, [*stages]
+        if step is not None:
+            measured.append({"what": "step", "per_s": spec.batch / step_timing.median_s})
         for setting in settings:
             for work in (None, step) if step is not None else (None,):
                 row = _measure_setting(training, spec, device, each_s, setting, work)
                 max_passes = max(max_passes, float(row["passes"]))
+                measured.append(row)
                 yield row
+    yield from advise(training, measured)
+    if (more := check_workers(measured)) is not None:
+        yield more
     if max_passes > 1:
         yield (
             f"the {training.count:,} samples were read up to {max_passes:,.1f} times: "

@@ -121,7 +121,7 @@ def run_host(ranks: int, budget_s: float, watch: Watch) -> CollectedResult:
     return collect("host", keys, {"budget_s": budget_s, "ranks": ranks}, source(), watch)
 
 
-def run_input(
+def run_data(
     spec: "Spec",
     task: "Task",
     device: "torch.device",
@@ -135,7 +135,7 @@ def run_input(
     ways = [list(setting) for setting in loader_settings]
     settings = {"device": device_name(device), "budget_s": budget_s, "ways": ways}
     return collect(
-        "input",
+        "data",
         data_loading.KEYS,
         settings | _task_settings(spec),
         data_loading.measure(spec, task, device, budget_s, loader_settings),

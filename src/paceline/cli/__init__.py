@@ -151,9 +151,8 @@ def load(name: str) -> Any:
         from paceline.cli.bench import collectives, single
 
         module.app.command("collectives", cls=_Command)(collectives.collectives)
-        for command in (single.compute, single.overlap, single.host, single.storage):
+        for command in (single.compute, single.overlap, single.host, single.storage, single.data):
             module.app.command(cls=_Command)(command)
-        module.app.command("input", cls=_Command)(single.input_)
         parent.add_typer(module.app, name=name, cls=_Group)
     else:
         parent.command(name, hidden=name in HIDDEN, cls=_Command)(getattr(module, name))

@@ -126,15 +126,18 @@ class Folder:
         return index if self._selected is None else int(self._selected[index])
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        file = self._find_file(index)
-        content = self.files.read(file)
-        label = self._class_numbers[bisect_right(self._begins, file) - 1]
+        content, label = self.fetch(index)
         if self.decode is None:
             return content, label
         try:
             return self.decode(content), label
         except DataError as error:
             raise DataError(f"{self.path(index)}: {error}") from error
+
+    def fetch(self, index: int) -> tuple[bytes, int]:
+        """Return the content of the file of a sample, and its class."""
+        file = self._find_file(index)
+        return self.files.read(file), self._class_numbers[bisect_right(self._begins, file) - 1]
 
     def path(self, index: int) -> str:
         """Return the path of the file of a sample: in its folder, or as it was before it was packed."""

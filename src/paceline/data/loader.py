@@ -202,7 +202,7 @@ class Samples:
                     raise error
                 # Code that runs between batches must find the generators as if each sample had been seeded.
                 self._seed(numbers[-1])
-                return self._collate(samples, numbers, indices)
+                return self.collate_samples(samples, numbers, indices)
             self._draws = True
         samples = []
         for position, (number, index) in enumerate(zip(numbers, indices, strict=True)):
@@ -211,7 +211,7 @@ class Samples:
             read = self._read if is_known else self._probe
             samples.append(read(number, index))
         self._draws = bool(self._draws)
-        return self._collate(samples, numbers, indices)
+        return self.collate_samples(samples, numbers, indices)
 
     def _read(self, number: int, index: int) -> Any:
         self._reading = index
@@ -227,7 +227,10 @@ class Samples:
             self._draws = True
         return sample
 
-    def _collate(self, samples: list[Any], numbers: list[int], indices: list[int]) -> Batch | FailedSample:
+    def collate_samples(
+        self, samples: list[Any], numbers: list[int], indices: list[int]
+    ) -> Batch | FailedSample:
+        """Return the batch of samples that were read."""
         self._reading, self._is_collating = indices, True
         if self.collate is None:
             return default_collate(samples)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
-from paceline.bench.report import host, input, overlap, storage
+from paceline.bench.report import data, host, overlap, storage
 from paceline.bench.report.bench import three_digits
 from paceline.bench.report.compute import MEMORY, format_rate, matmul_name, number
 from paceline.bench.result import Result, Row
@@ -117,9 +117,9 @@ def _storage(result: Result) -> list[Line]:
 SHOWN_TESTS = ("large write", "read", "small write", "create", "checkpoint")
 
 
-def _input(result: Result) -> list[Line]:
+def _data(result: Result) -> list[Line]:
     return [
-        (f"{result.settings.get('task')}, batch {result.settings.get('batch')}", input.verdict(row))
+        (f"{result.settings.get('task')}, batch {result.settings.get('batch')}", data.verdict(row))
         for row in result.summary
     ]
 
@@ -130,5 +130,5 @@ LINES: dict[str, Callable[[Result], list[Line]]] = {
     "host": _host,
     "overlap": _overlap,
     "storage": _storage,
-    "input": _input,
+    "data": _data,
 }

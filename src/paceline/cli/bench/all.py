@@ -28,14 +28,14 @@ TIME_SHARES = {
     "host": 0.18,
     "overlap": 0.1,
     "storage": 0.13,
-    "input": 0.13,
+    "data": 0.13,
 }
 PICTURES = {
     "collectives": "paceline.bench.report.busbw:draw",
     "compute": "paceline.bench.report.compute:draw",
     "overlap": "paceline.bench.report.overlap:draw",
     "storage": "paceline.bench.report.storage:draw",
-    "input": "paceline.bench.report.input:draw",
+    "data": "paceline.bench.report.data:draw",
 }
 
 
@@ -136,7 +136,7 @@ def _prepare_benches(
         if task is not None:
             raise
         loaded = None
-        notes.append(f"bench input is left out: {error}; specify your own task with --task my.py:Class")
+        notes.append(f"bench data is left out: {error}; specify your own task with --task my.py:Class")
     device_used = device_for(device)
     from paceline.bench.collectives import backends
 
@@ -152,10 +152,10 @@ def _prepare_benches(
     if device_used.type == "cpu":
         benches["host"] = lambda budget_s, watch: suites.run_host(max(2, count), budget_s, watch)
     if loaded is not None:
-        input_task = loaded
+        data_task = loaded
         settings = loader_settings(default_worker_counts(), [2])
-        benches["input"] = lambda budget_s, watch: suites.run_input(
-            spec, input_task, device_used, budget_s, settings, watch
+        benches["data"] = lambda budget_s, watch: suites.run_data(
+            spec, data_task, device_used, budget_s, settings, watch
         )
     return benches, notes
 

@@ -1,4 +1,4 @@
-"""paceline bench compute, overlap, host, storage and input."""
+"""paceline bench compute, overlap, host, storage and data."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -140,7 +140,7 @@ def storage(
     finish(collected, json, plot, show, draw)
 
 
-def input_(
+def data(
     target: Target = "digits",
     set: Fields = None,
     batch: Batch = None,
@@ -157,7 +157,7 @@ def input_(
     compare: Compare = None,
 ) -> None:
     """Measure how fast a task's samples are read, and whether its training step waits for them."""
-    begin("input", compare, json, plot)
+    begin("data", compare, json, plot)
     from paceline.cli.launching import read_request
     from paceline.task import load_task
 
@@ -166,12 +166,12 @@ def input_(
     counts, prefetches = parse_counts("--workers", workers, 0), parse_counts("--prefetch", prefetch, 1)
     from paceline.bench import suites
     from paceline.bench.data_loading import default_worker_counts, loader_settings
-    from paceline.bench.report.input import draw, show
+    from paceline.bench.report.data import draw, show
 
     device_used = device_for(device)
     settings = loader_settings(counts or default_worker_counts(), prefetches or [2])
     collected = with_progress(
-        lambda watch: suites.run_input(spec, task, device_used, seconds, settings, watch)
+        lambda watch: suites.run_data(spec, task, device_used, seconds, settings, watch)
     )
     finish(collected, json, plot, show, draw)
 

@@ -17,13 +17,15 @@ def show(console: Console, result: Result) -> None:
     """Print a result."""
     console.print(
         build_table(
-            result.rows,
+            [row for row in result.rows if "per_s" in row],
             [
                 field("", "what", right=False),
                 field("workers", "workers"),
                 field("prefetch", "prefetch"),
                 Column("samples/s", lambda row: f"{number(row, 'per_s'):,.0f}"),
-                Column("spread", lambda row: f"{number(row, 'spread'):.0%}"),
+                Column("share", lambda row: f"{number(row, 'share'):.0%}" if "share" in row else "—"),
+                field("a sample", "sample_bytes"),
+                Column("spread", lambda row: f"{number(row, 'spread'):.0%}" if "spread" in row else "—"),
                 Column(
                     "waits",
                     lambda row: (
@@ -45,8 +47,25 @@ def show(console: Console, result: Result) -> None:
             ],
         )
     )
+    for row in result.rows:
+        if row["what"] == "order":
+            console.print(describe_order(row), markup=False, soft_wrap=True)
     for row in result.summary:
         console.print(verdict(row), markup=False, soft_wrap=True)
+
+
+def describe_order(row: Row) -> str:
+    """Return the quality of the order of the samples as a sentence."""
+    correlation = row.get("label_correlation")
+    labels = (
+        f", correlation of the labels of neighbors {correlation:.2f}"
+        if isinstance(correlation, float)
+        else ""
+    )
+    return (
+        f"order {row['shuffle']}: mean displacement {number(row, 'displacement'):.0%} of that of a random"
+        f" order{labels}"
+    )
 
 
 def verdict(row: Row) -> str:
@@ -102,16 +121,17 @@ def draw(result: Result, path: Path) -> None:
                 color="#555555",
                 fontsize=9,
             )
-        rates = [number(row, "per_s") for row in result.rows]
+        shown = [row for row in result.rows if row["what"] in ("step", "read", "read and step")]
+        rates = [number(row, "per_s") for row in shown]
         if max(rates) > LOG_SCALE_RATIO * min(rates):
             axes.set_yscale("log")
         else:
             axes.set_ylim(bottom=0)
-        axes.set_xticks(sorted({number(row, "workers") for row in result.rows if row["what"] != "step"}))
+        axes.set_xticks(sorted({number(row, "workers") for row in shown if row["what"] != "step"}))
         axes.set_xlabel("workers")
         axes.set_ylabel("samples/s")
         axes.set_title(
-            f"Input of {result.settings.get('task', '')}, batch {result.settings.get('batch', '')}",
+            f"Data of {result.settings.get('task', '')}, batch {result.settings.get('batch', '')}",
             loc="left",
         )
         axes.spines[["top", "right"]].set_visible(False)
