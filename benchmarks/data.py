@@ -226,6 +226,7 @@ def rivals(folder: Path, packed: Path, work: Path, is_decoded: bool) -> dict[str
                 found[name] = build()
         except ImportError as error:
             print(f"  {name} is left out: {error}")
+    torch.multiprocessing.set_start_method("fork", force=True)  # LitData changes it for the process
     return found
 
 

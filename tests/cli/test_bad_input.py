@@ -496,7 +496,11 @@ def failing(spec: Spec, plan: str | None = None, run: RunFolder | None = None) -
             "Changed.dataset('train') returned None; it must return the training samples",
         ),
         ("empty", DataError, "Changed.dataset('train') is empty"),
-        ("a generator", DataError, "Changed.dataset('train') must have len() and [i], got generator"),
+        (
+            "a generator",
+            DataError,
+            "Changed.dataset('train') must have len() and [i], got generator; paceline.data.Stream reads an iterator",
+        ),
         ("no module", TaskError, "model() must return a torch.nn.Module, got function"),
         ("frozen", TaskError, "the model has no parameter to train: all of them have requires_grad=False"),
         ("a number", TaskError, "loss() must return a tensor, got float"),
