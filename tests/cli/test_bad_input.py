@@ -499,7 +499,7 @@ def failing(spec: Spec, plan: str | None = None, run: RunFolder | None = None) -
         (
             "a generator",
             DataError,
-            "Changed.dataset('train') must have len() and [i], got generator; paceline.data.Stream reads an iterator",
+            "Changed.dataset('train') must have len() and [i], got generator; wrap it in a Stream",
         ),
         ("no module", TaskError, "model() must return a torch.nn.Module, got function"),
         ("frozen", TaskError, "the model has no parameter to train: all of them have requires_grad=False"),

@@ -1,7 +1,9 @@
 """The examples of docs/data.md run as written."""
 
 import io
+import os
 import tarfile
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,31 @@ def test_folder_of_images(tmp_path):
     write_images(tmp_path / "images/train", {"a": 5, "b": 5})
     words = ("--set", "folder=images", "--batch", "4", "--steps", "2", "--run-dir", "run", "--no-report")
     assert "done" in succeed("train", "pictures.py", *words, at=tmp_path).out
+
+
+def test_parquet(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"text": ["a", "b"], "label": [1, 2]}), tmp_path / "x.parquet")
+    names: dict[str, Any] = {}
+    exec(BLOCKS["parquet"], names)
+    rows = names["Rows"](tmp_path / "x.parquet")
+    assert [rows[index] for index in (0, 1)] == [{"text": "a", "label": 1}, {"text": "b", "label": 2}]
+
+
+def test_lmdb(tmp_path):
+    lmdb = pytest.importorskip("lmdb")
+    with lmdb.open(str(tmp_path / "db")) as environment, environment.begin(write=True) as writer:
+        for key in (b"one", b"two"):
+            writer.put(key, key * 2)
+    names: dict[str, Any] = {}
+    exec(BLOCKS["lmdb"], names)
+    records = names["Records"](str(tmp_path / "db"))
+    assert [records[index] for index in range(len(records))] == [b"oneone", b"twotwo"]
+    child = os.fork()  # a worker opens its own environment
+    if not child:
+        os._exit(0 if records[1] == b"twotwo" else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_pack(tmp_path):

@@ -144,4 +144,4 @@ def test_trainings_read_the_same_samples(tmp_path):
     assert any(message.startswith("reading the stream up to sample 36 took ") for message in noted)
     result = paceline("train", "streamed.py", "--set", "length=0", "--run-dir", "c", at=tmp_path)
     assert result.status == 2
-    assert "must have len() and [i], got generator; paceline.data.Stream reads an iterator" in result.err
+    assert "must have len() and [i], got generator; wrap it in a Stream" in result.err

@@ -281,7 +281,7 @@ def open_dataset(task: Task, split: str) -> MapDataset | None:
 
 def _check_dataset(dataset: Any, what: str, split: str) -> None:
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        hint = "; paceline.data.Stream reads an iterator" if hasattr(dataset, "__iter__") else ""
+        hint = "; wrap it in a Stream" if hasattr(dataset, "__iter__") else ""
         raise DataError(f"{what} must have len() and [i], got {type(dataset).__name__}{hint}")
     if _length(dataset, split) == 0:
         raise DataError(f"{what} is empty")
