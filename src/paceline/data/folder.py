@@ -104,6 +104,7 @@ class Folder:
             )
         # None: all files, so that nothing grows with their number
         self._selected = selected if len(selected) < len(names) else None
+        self._count = len(selected)
         found = list(_find_classes(names, self.folder, selected))
         self.classes = list(classes) if classes is not None else sorted(name for name, _ in found)
         self._begins = [begin for _, begin in found]
@@ -118,10 +119,10 @@ class Folder:
         )
 
     def __len__(self) -> int:
-        return len(self.files.names) if self._selected is None else len(self._selected)
+        return self._count
 
     def _find_file(self, index: int) -> int:
-        if not 0 <= index < len(self):
+        if not 0 <= index < self._count:
             raise IndexError(index)
         return index if self._selected is None else int(self._selected[index])
 

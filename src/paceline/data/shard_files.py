@@ -5,10 +5,11 @@ import fcntl
 import hashlib
 import os
 import tarfile
-import zlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from paceline.data.name_table import NameTable
 from paceline.data.shard_index import INDEX, UNFINISHED, FileRows, Shard, ShardIndex, write_index
@@ -31,8 +32,15 @@ class ShardFiles:
 
     def __init__(self, path: str | Path | Sequence[str | Path]):
         self.folder, paths, self.is_whole_folder = _find_shards(path)
-        self.index = _open_index(self.folder, paths, self.is_whole_folder)
-        self.names: NameTable = self.index.names
+        self._set_index(_open_index(self.folder, paths, self.is_whole_folder))
+
+    def _set_index(self, index: ShardIndex) -> None:
+        self.index = index
+        self.names: NameTable = index.names
+        self._first_files = index.first_files
+        # Views give Python's integers, three times as fast as arrays.
+        self._offsets, self._sizes = index.offsets.data, index.sizes.data
+        self._crcs = index.crcs.data
         self._open: dict[int, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:  # for spawned processes
@@ -40,8 +48,7 @@ class ShardFiles:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.folder, self.is_whole_folder = state["folder"], state["is_whole_folder"]
-        self.index = ShardIndex(state["index"])
-        self.names, self._open = self.index.names, {}
+        self._set_index(ShardIndex(state["index"]))
 
     def __del__(self) -> None:
         for file in getattr(self, "_open", {}).values():
@@ -50,25 +57,35 @@ class ShardFiles:
 
     def read(self, file: int) -> bytes:
         """Return the content of a file. Raises DataError if it is damaged."""
-        return self.read_range(file, file + 1)[0]
+        size = self._sizes[file]
+        number = bisect_right(self._first_files, file) - 1
+        content = self._pread(number, size, self._offsets[file])
+        if len(content) != size or crc32(content) != self._crcs[file]:
+            raise self._damage(file, number)
+        return content
 
     def read_range(self, first: int, end: int) -> list[bytes]:
         """Return the contents of files of one shard that follow each other, by one pread."""
         index = self.index
-        begin, last = int(index.offsets[first]), int(index.offsets[end - 1]) + int(index.sizes[end - 1])
+        if end - first == 1:
+            return [self.read(first)]
+        begin, last = self._offsets[first], self._offsets[end - 1] + self._sizes[end - 1]
         number = index.find_shard(first)
         data = self._pread(number, last - begin, begin)
         contents = []
         for file in range(first, end):
-            at = int(index.offsets[file]) - begin
-            content = data[at : at + int(index.sizes[file])] if end - first > 1 else data
-            if len(content) != index.sizes[file] or zlib.crc32(content) != index.crcs[file]:
-                raise DataError(
-                    f"{index.names.decode(file)} in {self.folder / index.shards[number].name} is damaged: its"
-                    f" checksum differs from {index.path}; copy or pack the shard again"
-                )
+            at = self._offsets[file] - begin
+            content = data[at : at + self._sizes[file]]
+            if len(content) != self._sizes[file] or crc32(content) != self._crcs[file]:
+                raise self._damage(file, number)
             contents.append(content)
         return contents
+
+    def _damage(self, file: int, number: int) -> DataError:
+        return DataError(
+            f"{self.names.decode(file)} in {self.folder / self.index.shards[number].name} is damaged: its"
+            f" checksum differs from {self.index.path}; copy or pack the shard again"
+        )
 
     def read_bytes(self, file: int, size: int, offset: int) -> bytes:
         """Return bytes of the shard that has a file, unchecked. offset: in the shard."""
@@ -198,6 +215,6 @@ def _checksum(file: int, offset: int, size: int, path: Path, name: str) -> int:
         data = os.pread(file, min(CHUNK_BYTES, end - offset), offset)
         if not data:
             raise DataError(f"{path} is truncated: it ends inside of {name}; copy the shard again")
-        crc = zlib.crc32(data, crc)
+        crc = crc32(data, crc)
         offset += len(data)
     return crc
