@@ -42,9 +42,12 @@ def test_lmdb(tmp_path):
     exec(BLOCKS["lmdb"], names)
     records = names["Records"](str(tmp_path / "db"))
     assert [records[index] for index in range(len(records))] == [b"oneone", b"twotwo"]
-    child = os.fork()  # a worker opens its own environment
-    if not child:
-        os._exit(0 if records[1] == b"twotwo" else 1)
+    child = os.fork()
+    if not child:  # a worker opens its own environment
+        try:
+            os._exit(0 if records[1] == b"twotwo" else 1)
+        finally:
+            os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
 
 

@@ -12,7 +12,9 @@ from paceline.bench.result import Row
 from paceline.data.folder import Folder, FolderFiles
 from paceline.data.loader import RankBatchSlice, Samples, choose_order, training_parts
 from paceline.data.order import Order
+from paceline.errors import DataError
 from paceline.spec import Spec
+from paceline.user_code import UserCode
 
 MAX_BATCHES = 10**6
 NUM_ORDERED = 100_000  # samples of the order that are judged
@@ -26,7 +28,7 @@ def measure_stages(training: Samples, spec: Spec, budget_s: float) -> Iterator[R
 
     `get` is [i] of the dataset. A `Folder` has `fetch` (the bytes) and `decode` instead. `collate` makes the
     batch. The samples are those of a training, from the middle of its first epoch on, so that the page cache
-    has few of them.
+    has few of them. Raises DataError.
     """
     if hasattr(training.dataset, "batch_of"):
         return
@@ -38,7 +40,10 @@ def measure_stages(training: Samples, spec: Spec, budget_s: float) -> Iterator[R
     deadline = time.perf_counter() + budget_s
     for numbers, indices in parts:
         before = _read_bytes()
-        samples = [_time_sample(training.dataset, index, spent) for index in indices]
+        samples = []
+        for index in indices:
+            with UserCode(f"sample {index} of {training.split!r}", raises=DataError):
+                samples.append(_time_sample(training.dataset, index, spent))
         read_bytes += _read_bytes() - before
         begin = time.perf_counter()
         training.collate_samples(samples, numbers, indices)
