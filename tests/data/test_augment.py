@@ -18,6 +18,7 @@ from models import SAMPLES, Rows, random_normal
 from paceline import SampleRng, Spec, Task, TaskError
 from paceline.data import augment
 from paceline.data.loader import RankBatchSlice, batches, open_samples, open_training_samples, training_parts
+from paceline.data.order import SampleOrder
 from paceline.distributed.rng import derive_seed
 from paceline.drill.sample_log_task import NumberedSample, SampleLog, wrap_task
 from paceline.errors import DataError
@@ -79,7 +80,7 @@ class WithGlobalDraws(Jittered):
 def read(rank: int, ranks: int, microbatches: int, workers: int, first: int = 0) -> dict[int, list[float]]:
     """Return the inputs of the samples of four steps by their number."""
     part = RankBatchSlice(8, microbatches, rank, ranks)
-    parts = list(training_parts(part, SAMPLES, 3, first, 4))
+    parts = list(training_parts(part, SampleOrder(SAMPLES, 3), first, 4))
     samples = open_training_samples(Jittered(), SPEC)
     found = {}
     for (numbers, indices), batch in zip(parts, batches(samples, parts, CPU, workers, 2), strict=True):

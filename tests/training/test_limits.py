@@ -13,7 +13,7 @@ from faults import replaced
 from harness import TrainingResult, ranks, relative_difference, train_on_ranks, train_on_this_rank
 from paceline import Spec, Update, events, train
 from paceline.after_step import Ema, Swa
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.errors import DivergedError, PlanError, SpecError, TaskError
 from paceline.plan.plan import ResolvedPlan, parse
 from paceline.spec import Optimizer

@@ -17,7 +17,7 @@ from faults import replaced
 from harness import ranks, relative_difference, to_whole_array, train_on_this_rank
 from models import SAMPLES, Pairs, random_normal
 from paceline import Spec, Task, train
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.distributed.dtensor import is_materialized
 from paceline.errors import SpecError
 from paceline.optimizer_options import OPTIMIZERS

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import models
 from harness import TrainingResult, differences, take_sgd_step_, train_on_ranks
 from paceline import Spec, Task
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.spec import Optimizer
 from paceline.training.init.deferred_init import fill_, record
 

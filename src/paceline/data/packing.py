@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.data.loader import shuffle
+from paceline.data.order import shuffle
 from paceline.errors import DataError
 
 WINDOW = 65_536  # pieces that are packed together
