@@ -18,6 +18,7 @@ SMALLEST = {
     "profiling": "--rounds 4",
     "collectives": "--rounds 2 --bytes 1024",
     "compute": "--rounds 2 --seconds 0.02 --size 128",
+    "data": "--files 300 --images 60 --rounds 1 --skip-cold",
     "crowd": "--steps 3 --times 1",
     "heartbeat": "--steps 24 --times 1",
     "comms": "--ranks 4 --batch 4 --plan zero1",
