@@ -135,7 +135,9 @@ def test_pack_continues_after_complete_shards(source, tmp_path, monkeypatch):
     assert describe(tmp_path / "out").keys() == describe(tmp_path / "whole").keys()
     for path in (tmp_path / "whole").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    (tmp_path / "out/.shard-000001.0123456789abcdef.index").touch()
     assert pack([source], tmp_path / "out", shard_bytes=20_000).written == 0
+    assert describe(tmp_path / "out").keys() == describe(tmp_path / "whole").keys()
 
 
 def test_files_that_changed_are_packed_again(source, tmp_path, monkeypatch):

@@ -138,6 +138,9 @@ def _find_missing(out: Path, shards: Sequence[PlannedShard]) -> list[PlannedShar
             )
         if difference := next(index.check_shards(out), None):
             raise DataError(f"{difference}; delete {out}, and pack again")
+        for name in entries:  # of a call that was killed after it had written the index
+            if name.startswith(".") and OWN.fullmatch(name):
+                (out / name).unlink()
         return []
     if foreign := [name for name in entries if not OWN.fullmatch(name)]:
         raise DataError(f"{out} is not empty: it has {foreign[0]}; specify a new folder")
