@@ -41,7 +41,7 @@ PANELS = {
         "verify": "Check that a plan computes the same training as one process.",
     },
     "Data": {
-        "pack": "Pack many small files into few tar shards with an index.",
+        "pack": "Pack many small files into few tar shards with an index, or texts into tokens.",
         "unpack": "Restore the files of shards: names, contents and permissions, bit for bit.",
     },
     "Measure": {
