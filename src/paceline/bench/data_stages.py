@@ -10,7 +10,7 @@ import numpy as np
 
 from paceline.bench.result import Row
 from paceline.data.folder import Folder, FolderFiles
-from paceline.data.loader import RankBatchSlice, Samples, choose_order, training_parts
+from paceline.data.loader import FailedSample, RankBatchSlice, Samples, choose_order, training_parts
 from paceline.data.order import Order
 from paceline.errors import DataError
 from paceline.spec import Spec
@@ -28,13 +28,15 @@ def measure_stages(training: Samples, spec: Spec, budget_s: float) -> Iterator[R
 
     `get` is [i] of the dataset. A `Folder` has `fetch` (the bytes) and `decode` instead. `collate` makes the
     batch. The samples are those of a training, from the middle of its first epoch on, so that the page cache
-    has few of them. Raises DataError.
+    has few of them. Nothing is measured if the first batch fails. Raises DataError.
     """
     if hasattr(training.dataset, "batch_of"):
         return
     order = choose_order(training, spec)
     first = order.epoch_samples // 2 // spec.batch
     parts = training_parts(RankBatchSlice(spec.batch, 1, 0, 1), order, first, MAX_BATCHES + first)
+    if isinstance(training[next(parts)], FailedSample):
+        return  # the loader reports it
     spent: dict[str, float] = {}
     count, read_bytes = 0, 0
     deadline = time.perf_counter() + budget_s
@@ -46,7 +48,8 @@ def measure_stages(training: Samples, spec: Spec, budget_s: float) -> Iterator[R
                 samples.append(_time_sample(training.dataset, index, spent))
         read_bytes += _read_bytes() - before
         begin = time.perf_counter()
-        training.collate_samples(samples, numbers, indices)
+        with UserCode("collating samples", raises=DataError):
+            training.collate_samples(samples, numbers, indices)
         spent["collate"] = spent.get("collate", 0.0) + time.perf_counter() - begin
         count += len(indices)
         if time.perf_counter() > deadline:
