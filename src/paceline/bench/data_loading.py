@@ -53,6 +53,7 @@ def measure(
     loader of a training on the training split. Raises DataError if samples cannot be read.
     """
     training = open_training_samples(task, spec)
+    check_batch(spec.batch, training.count)
     each_s = budget_s / (2 + 2 * len(settings))
     stages = [*measure_stages(training, spec, each_s), quality_row(training, spec)]
     yield from stages
@@ -94,7 +95,6 @@ def _measure_setting(
     work: Callable[[Batch], object] | None,
 ) -> dict[str, Any]:
     """Return the row of one (workers, prefetch); `work` is called with each batch."""
-    check_batch(spec.batch, training.count)
     workers, prefetch = setting
     parts = training_parts(
         RankBatchSlice(spec.batch, 1, 0, 1), choose_order(training, spec), 0, ENDLESS_STEPS

@@ -10,7 +10,14 @@ import numpy as np
 
 from paceline.bench.result import Row
 from paceline.data.folder import Folder, FolderFiles
-from paceline.data.loader import FailedSample, RankBatchSlice, Samples, choose_order, training_parts
+from paceline.data.loader import (
+    FailedSample,
+    RankBatchSlice,
+    Samples,
+    choose_order,
+    find_streams,
+    training_parts,
+)
 from paceline.data.order import Order
 from paceline.errors import DataError
 from paceline.spec import Spec
@@ -33,7 +40,7 @@ def measure_stages(training: Samples, spec: Spec, budget_s: float) -> Iterator[R
     if hasattr(training.dataset, "batch_of"):
         return
     order = choose_order(training, spec)
-    first = order.epoch_samples // 2 // spec.batch
+    first = 0 if find_streams(training.dataset) else order.epoch_samples // 2 // spec.batch
     parts = training_parts(RankBatchSlice(spec.batch, 1, 0, 1), order, first, MAX_BATCHES + first)
     if isinstance(training[next(parts)], FailedSample):
         return  # the loader reports it
