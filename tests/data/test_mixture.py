@@ -263,7 +263,7 @@ def test_trainings_read_the_same_samples(tmp_path):
     lines = read_lines(tmp_path, 36)
     assert set(lines) <= set(rest)
     [started, _] = events_of_kind(tmp_path / "c", Started)
-    assert started.samples == 100
+    assert started.samples == 99
 
     succeed("resume", "a", "--steps", "9", "--weights", "0,1", at=tmp_path)
     assert {line.split()[0] for line in read_lines(tmp_path, 36)} == {"1"}
