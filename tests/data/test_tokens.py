@@ -1,4 +1,4 @@
-"""paceline pack --tokenizer, Tokens and Documents: compared with the tokenizer itself."""
+"""paceline pack --tokenizer, Tokens and TokenDocuments: compared with the tokenizer itself."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from command import paceline, succeed
-from paceline.data import Documents, Tokens
+from paceline.data import TokenDocuments, Tokens
 from paceline.data import pack_tokens as packing
 from paceline.data.pack_tokens import pack_tokens
 from paceline.errors import DataError
@@ -60,7 +60,7 @@ def test_documents_are_those_of_the_tokenizer(piece_bytes, tokenizer, tmp_path, 
     write_corpus(tmp_path / "corpus")
     result = pack_tokens([tmp_path / "corpus"], tmp_path / "out", tokenizer)
     expected = expected_ids(tokenizer)
-    documents = Documents(tmp_path / "out")
+    documents = TokenDocuments(tmp_path / "out")
     assert [documents[index].tolist() for index in range(len(documents))] == expected
     assert documents.lengths.tolist() == [len(ids) for ids in expected]
     assert (result.documents, result.tokens) == (40, sum(map(len, expected)))
@@ -78,7 +78,7 @@ def test_documents_are_those_of_the_tokenizer(piece_bytes, tokenizer, tmp_path, 
 def test_end_token(end, tokenizer, tmp_path):
     write_corpus(tmp_path / "corpus")
     pack_tokens([tmp_path / "corpus"], tmp_path / "out", tokenizer, end_token=end)
-    documents = Documents(tmp_path / "out")
+    documents = TokenDocuments(tmp_path / "out")
     expected = expected_ids(tokenizer, (end,) if end else ())
     assert [documents[index].tolist() for index in range(len(documents))] == expected
 
@@ -121,7 +121,7 @@ def test_stopped_command_continues(tokenizer, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         pack_tokens([tmp_path / "corpus"], tmp_path / "out", tokenizer)
     with pytest.raises(DataError, match="cannot read"):
-        Documents(tmp_path / "out")
+        TokenDocuments(tmp_path / "out")
     result = pack_tokens([tmp_path / "corpus"], tmp_path / "out", tokenizer)
     assert result.reused == 3
     for path in (tmp_path / "whole").iterdir():
@@ -188,13 +188,13 @@ def test_bad_folders(tokenizer, tmp_path):
     shutil.copytree(tmp_path / "out", tmp_path / "cut")
     os.truncate(tmp_path / "cut/tokens.bin", 100)
     with pytest.raises(DataError, match=r"tokens\.bin has 50 tokens, but [\d,]+ in .*; copy or pack"):
-        Documents(tmp_path / "cut")
+        TokenDocuments(tmp_path / "cut")
     os.truncate(tmp_path / "cut/tokens.bin", 99)
     with pytest.raises(DataError, match="has 99 bytes, no multiple of 2"):
-        Documents(tmp_path / "cut")
+        TokenDocuments(tmp_path / "cut")
     (tmp_path / "cut/tokens.json").write_text("[]")
     with pytest.raises(DataError, match="does not describe tokens, or is damaged"):
-        Documents(tmp_path / "cut")
+        TokenDocuments(tmp_path / "cut")
 
 
 @pytest.mark.processes
@@ -205,7 +205,7 @@ def test_command(tokenizer, tmp_path):
     result = succeed(*words, at=tmp_path)
     assert "(uint16) of 39 documents" in result.out
     assert "each document ends with <|endoftext|>" in result.out
-    assert len(Documents(tmp_path / "out")) == 39
+    assert len(TokenDocuments(tmp_path / "out")) == 39
 
 
 @pytest.mark.processes

@@ -3,13 +3,13 @@
 Order and random streams are functions of (seed, position). Files here know nothing of a plan except the
 rank's share of a batch. Sources for tasks:
 
-    Documents     the documents of a folder of tokens
-    Folder        images in a folder for each class, or such a folder packed by `paceline pack`
-    Mixture       several datasets in fixed shares
-    Shards        samples in tar files, as WebDataset names them
-    Stream        samples of an iterator, one after another
-    Tokens        windows of memory-mapped tokens
-    decode_image  the pixels of an image file
+    Folder          images in a folder for each class, or such a folder packed by `paceline pack`
+    Mixture         several datasets in fixed shares
+    Shards          samples in tar files, as WebDataset names them
+    Stream          samples of an iterator, one after another
+    TokenDocuments  the documents of a folder of tokens
+    Tokens          windows of memory-mapped tokens
+    decode_image    the pixels of an image file
 """
 
 from importlib import import_module
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from paceline.data.mixture import Mixture as Mixture
     from paceline.data.shards import Shards as Shards
     from paceline.data.stream import Stream as Stream
-    from paceline.data.tokens import Documents as Documents
+    from paceline.data.tokens import TokenDocuments as TokenDocuments
     from paceline.data.tokens import Tokens as Tokens
 
 # Imported on first use, because some of them need torch.
 _PLACES = {
-    "Documents": "tokens",
     "Folder": "folder",
     "Mixture": "mixture",
     "Shards": "shards",
     "Stream": "stream",
+    "TokenDocuments": "tokens",
     "Tokens": "tokens",
     "decode_image": "images",
 }
-__all__ = ["Documents", "Folder", "Mixture", "Shards", "Stream", "Tokens", "decode_image"]
+__all__ = ["Folder", "Mixture", "Shards", "Stream", "TokenDocuments", "Tokens", "decode_image"]
 
 
 def __getattr__(name: str) -> Any:

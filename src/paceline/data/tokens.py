@@ -143,7 +143,7 @@ class Tokens:
         return window[:-1], window[1:]
 
 
-class Documents:
+class TokenDocuments:
     """The documents of a folder of tokens, int64 of shape (length,), as a map-style dataset.
 
     path: the folder that `paceline pack --tokenizer` wrote. `lengths` has the number of tokens of each
