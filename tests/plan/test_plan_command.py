@@ -61,6 +61,27 @@ def test_adapters_and_other_systems(tmp_path: Path) -> None:
         assert sentence in done.err
 
 
+def test_estimate_on_the_back_of_an_envelope(tmp_path: Path) -> None:
+    """GPT-3 on one V100 at 28 TFLOP/s: 355 years, and 355·365·24 h at 0.9792 an hour."""
+    words = ("plan", "--model", "gpt3", "--achieved", "28", "--tokens", "300e9")
+    found = succeed(*words, "--instance", "NC6s_v3:3y", at=tmp_path).out
+    assert "355 years of one device" in found
+    assert "355 × 365 × 24 h × 0.9792 = 3,045,116" in found
+
+
+def test_an_instance_determines_price_and_devices(tmp_path: Path) -> None:
+    words = ("plan", "--model", "gpt2", "--batch", "64", "--tokens", "1e9", "--json", "plans.json")
+    succeed(*words, "--instance", "nc24s_v3:spot", at=tmp_path)
+    best = json.loads((tmp_path / "plans.json").read_text())["plans"][0]
+    assert best["bill"]["price"] == pytest.approx(best["bill"]["device_hours"] * 1.224 / 4)
+    for instance, sentence in (
+        ("NC24", "there is no price of the instance NC24; did you mean NC24s_v3?"),
+        ("NC6s_v3:5y", "NC6s_v3 has no terms '5y'; choose one of on demand, 1y, 3y, spot"),
+    ):
+        done = paceline(*words, "--instance", instance, at=tmp_path)
+        assert (done.status, sentence in done.err) == (2, True)
+
+
 def test_price_of_requested_plan(tmp_path: Path) -> None:
     succeed(
         *GPT,

@@ -1,12 +1,13 @@
 """paceline plan: predict which plans fit, how long a step takes, and what a training costs."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from paceline.cli.plan_options import (
     Batch,
     ClusterName,
+    InstanceName,
     Lora,
     Model,
     Peak,
@@ -20,6 +21,9 @@ from paceline.cli.plan_options import (
     Tokens,
 )
 from paceline.cli.request_options import Json
+
+if TYPE_CHECKING:
+    from paceline.cli.plan_options import PlanQuery
 
 
 def plan(
@@ -39,6 +43,14 @@ def plan(
     peak: Peak = None,
     tokens: Tokens = None,
     price: Price = None,
+    instance: InstanceName = None,
+    achieved: Annotated[
+        float | None,
+        Option(
+            metavar="TFLOP/S",
+            help="Only estimate the training, from the rate that a device achieves: years of one device.",
+        ),
+    ] = None,
     top: Annotated[int, Option(help="Number of plans to show.")] = 10,
     explain: Annotated[
         bool,
@@ -58,10 +70,20 @@ def plan(
     Nothing is run, except with --measure.
     """
     from paceline.cli.plan_inputs import find_cluster, with_peak
-    from paceline.cli.plan_options import check_outputs, check_positive, print_parts, read_query
+    from paceline.cli.plan_options import (
+        check_outputs,
+        check_positive,
+        print_parts,
+        read_price,
+        read_query,
+    )
 
-    check_positive(ranks=ranks, top=top, tokens=tokens, price=price, peak=peak)
+    check_positive(ranks=ranks, top=top, tokens=tokens, price=price, peak=peak, achieved=achieved)
     check_outputs(json, plot)
+    cluster, price = read_price(instance, cluster, price, ranks)
+    if achieved is not None:
+        _estimate(read_query(target, model, batch or 1, seq, precision, set), achieved, tokens, ranks, price)
+        return
     machine = with_peak(find_cluster(cluster), peak)
     query = read_query(target, model, batch, seq, precision, set, machine if measure else None, lora, system)
 
@@ -95,3 +117,29 @@ def plan(
         *list_notes(result),
         *([describe_overlap(result, indistinct)] if indistinct else []),
     )
+
+
+def _estimate(
+    query: "PlanQuery", achieved: float, tokens: float | None, ranks: int | None, price: float | None
+) -> None:
+    """Print a training on the back of an envelope."""
+    from paceline.cli.plan_options import print_parts
+    from paceline.errors import SpecError
+    from paceline.plan.cost_model.cost import estimate_training
+
+    if tokens is None:
+        raise SpecError("--achieved requires the length of the training; add --tokens")
+    params = query.facts.params
+    found = estimate_training(params, tokens, achieved * 1e12, price)
+    years = found.device_years
+    duration = f"{int(years):,} years" if years >= 1 else f"{365 * years:,.2f} days"
+    lines = [
+        f"6 × {params:.4g} parameters × {tokens:.4g} tokens = {found.flops:.3g} FLOP; at {achieved:g} "
+        f"TFLOP/s: {duration} of one device"
+    ]
+    if ranks is not None:
+        lines.append(f"on {ranks:,} devices: {365 * years / ranks:,.2f} days")
+    if found.price is not None:
+        term = f"{int(years):,} × 365 × 24 h" if years >= 1 else f"{8760 * years:,.2f} h"
+        lines.append(f"{term} × {price:g} = {found.price:,.0f}")
+    print_parts(*lines)

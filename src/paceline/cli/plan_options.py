@@ -64,6 +64,14 @@ Tokens = Annotated[
     Option(help="Length of the training in tokens, or in samples if they are not sequences."),
 ]
 Price = Annotated[float | None, Option(help="Price of a device per hour.")]
+InstanceName = Annotated[
+    str | None,
+    Option(
+        metavar="NAME:TERMS",
+        help="Cloud instance whose price and devices are taken, such as NC24rs_v3:3y; terms are 1y, 3y, spot "
+        "[default: on demand]",
+    ),
+]
 Plot = Annotated[Path | None, Option(metavar="FILE", help="Draw the results into this SVG or PNG file.")]
 
 
@@ -160,6 +168,30 @@ def _find_recipe(system: str | None, precision: str | None) -> "Recipe | None":
             f"--precision {precision} cannot be predicted with --system; use one of {', '.join(known)}"
         )
     return replace(RECIPES[system], dtype=precision)
+
+
+class Priced(NamedTuple):
+    """The cluster to plan for, as the options name it, and the price of a device's hour."""
+
+    cluster: str | None
+    price: float | None
+
+
+def read_price(
+    instance: str | None, cluster: str | None, price: float | None, ranks: int | None = None
+) -> Priced:
+    """Return cluster and price, which an instance may determine. Raises SpecError."""
+    if instance is None:
+        return Priced(cluster, price)
+    if price is not None:
+        raise SpecError(f"got both --price {price:g} and --instance {instance}; give only one of them")
+    from paceline.plan.prices import find_instance
+
+    found = find_instance(instance)
+    if cluster is None:
+        nodes = -(-(ranks or found.devices) // found.devices)
+        cluster = f"{found.device}:{found.devices}x{nodes}"
+    return Priced(cluster, found.price_per_device_hour)
 
 
 def check_outputs(json: Path | None, plot: Path | None) -> None:

@@ -7,6 +7,7 @@ from typer import Option
 from paceline.cli.plan_options import (
     Batch,
     ClusterName,
+    InstanceName,
     Lora,
     Model,
     Peak,
@@ -58,6 +59,7 @@ def scale(
         int | None, Option(help="Length of the training of a task in steps, instead of --epochs.")
     ] = None,
     price: Price = None,
+    instance: InstanceName = None,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
@@ -67,7 +69,13 @@ def scale(
     batch per rank).
     """
     from paceline.cli.plan_inputs import find_cluster, with_peak
-    from paceline.cli.plan_options import check_outputs, check_positive, print_parts, read_query
+    from paceline.cli.plan_options import (
+        check_outputs,
+        check_positive,
+        print_parts,
+        read_price,
+        read_query,
+    )
     from paceline.plan.search.rank_counts import HINT, parse_counts
 
     check_positive(tokens=tokens, price=price, peak=peak, epochs=epochs, steps=steps)
@@ -79,6 +87,7 @@ def scale(
     if target is None and (epochs or steps):
         raise SpecError("--epochs and --steps require a task, got --model; use --tokens")
     counts = parse_counts(ranks)
+    cluster, price = read_price(instance, cluster, price, max(counts))
     query = read_query(target, model, batch, seq, precision, set, lora=lora, system=system)
     if target is not None and tokens is None:
         tokens = _count_tokens(target, query.batch, epochs, steps, set or [], query.facts)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import hypot, sqrt
+from typing import NamedTuple
 
 # Of a step: one configuration differed by 0 to 11 % between two published runs of the same authors.
 RUN_NOISE = 0.05
@@ -161,3 +162,24 @@ def compute_bill(
 def training_days(tokens: float, params: float, devices: int, flops_per_s: float) -> float:
     """Return the days of a training with recomputation: 8·T·P / (n·X) (arXiv 2104.04473, equation 4)."""
     return 8 * tokens * params / (devices * flops_per_s) / 86400
+
+
+class Estimate(NamedTuple):
+    """A training on the back of an envelope: 6 FLOPs for each parameter and token, at one rate.
+
+    device_years: of 365 days. price: of the whole years, or of less than one.
+    """
+
+    flops: float
+    device_years: float
+    price: float | None
+
+
+def estimate_training(
+    params: float, tokens: float, flops_per_s: float, price_per_hour: float | None = None
+) -> Estimate:
+    """Return the estimate of a training whose devices reach `flops_per_s` each."""
+    flops = 6 * params * tokens
+    years = flops / flops_per_s / (365 * 86400)
+    billed = float(int(years)) or years
+    return Estimate(flops, years, billed * 365 * 24 * price_per_hour if price_per_hour is not None else None)
