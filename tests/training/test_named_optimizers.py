@@ -24,6 +24,7 @@ from paceline.optimizer_options import OPTIMIZERS
 from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
+from paceline.training.dry_run.checkpoint_size import FRAME_BYTES, compute_state_bytes
 from paceline.training.optimizer import make_optimizer
 from paceline.training.optimizers import adafactor, whole_tensor
 from paceline.training.optimizers import muon as muon_module
@@ -359,6 +360,21 @@ def test_what_muon_orthogonalizes() -> None:
 def test_patterns_without_matches_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         names_of_groups(Attention(), **options)
+
+
+@pytest.mark.parametrize("recipe", ["adamw", "nadam", "lamb", "novograd", "adafactor", "muon", "rprop"])
+def test_size_of_a_checkpoint_without_values(recipe: str) -> None:
+    model = Mixed().model()
+    optimizer = make_optimizer(Mixed(), RECIPES[recipe], ResolvedPlan(), model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    tensors = [*model.parameters()]
+    tensors += [
+        value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+    ]
+    expected = sum(tensor.nbytes + FRAME_BYTES for tensor in tensors)
+    assert compute_state_bytes(Spec(optimizer=RECIPES[recipe]), Mixed()) == expected
 
 
 def slow(*values: Any) -> Any:

@@ -11,6 +11,7 @@ from harness import differences_from_single, ranks, train_on_this_rank
 from paceline import Spec
 from paceline.errors import PlanError
 from paceline.plan.plan import ResolvedPlan, parse
+from paceline.torch_compat import make_fake_mode
 from paceline.training.optimizer_trial import Independence, check_independence, try_optimizer
 from paceline.training.optimizers.lamb import Lamb
 
@@ -116,6 +117,13 @@ def test_what_an_optimizer_updates_independently(kind: Any, expected: Independen
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(parameter, torch.ones_like(parameter)) for parameter in params)
     assert not optimizer.state
+
+
+def test_a_trial_in_a_dry_run_has_values() -> None:
+    with make_fake_mode():
+        params = make_params()
+        assert try_optimizer(Signs(params)) is Independence.ELEMENTS
+        assert try_optimizer(ByTensor(params)) is Independence.TENSORS
 
 
 def test_groups_keep_their_options() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.errors import PlanError
 from paceline.plan.plan import ResolvedPlan
@@ -32,6 +33,8 @@ class Independence(enum.Enum):
 def try_optimizer(optimizer: torch.optim.Optimizer) -> Independence:
     """Return what an optimizer updates independently, from a few steps on small tensors in float64.
 
+    Modes such as that of a dry run, in which tensors have no values, do not apply.
+
     A copy of the optimizer, with the same options, trains whole tensors, shards of them, and each tensor
     alone. An optimizer that cannot be copied or fails on small tensors counts as one that updates nothing
     independently. Random numbers are restored afterwards.
@@ -42,18 +45,23 @@ def try_optimizer(optimizer: torch.optim.Optimizer) -> Independence:
     ]
     state = random.getstate(), torch.get_rng_state()
     try:
-        whole = _try_training(optimizer, groups)
-        shards = [_try_training(optimizer, groups, partial(_shard, rank=rank)) for rank in (0, 1)]
-        joined = [
-            _join(first, second) for first, second in zip(shards[0] or (), shards[1] or (), strict=False)
-        ]
-        if _are_equal(whole, joined):
-            return Independence.ELEMENTS
-        alone = _try_training(optimizer, groups, alternate=True)
-        return Independence.TENSORS if _are_equal(whole, alone) else Independence.NOTHING
+        with _disable_current_modes():
+            return _compare_trainings(optimizer, groups)
     finally:
         random.setstate(state[0])
         torch.set_rng_state(state[1])
+
+
+def _compare_trainings(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[tuple[int, ...]]]
+) -> Independence:
+    whole = _try_training(optimizer, groups)
+    shards = [_try_training(optimizer, groups, partial(_shard, rank=rank)) for rank in (0, 1)]
+    joined = [_join(first, second) for first, second in zip(shards[0] or (), shards[1] or (), strict=False)]
+    if _are_equal(whole, joined):
+        return Independence.ELEMENTS
+    alone = _try_training(optimizer, groups, alternate=True)
+    return Independence.TENSORS if _are_equal(whole, alone) else Independence.NOTHING
 
 
 def _small_shape(parameter: Tensor) -> tuple[int, ...]:

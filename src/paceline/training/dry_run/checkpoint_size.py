@@ -7,7 +7,7 @@ from paceline.spec import Spec
 from paceline.task import Task
 from paceline.torch_compat import make_fake_mode
 from paceline.training.checkpoint import save as checkpoint
-from paceline.training.dry_run.dry_run import CPU
+from paceline.training.dry_run.dry_run import CPU, RealInputsMode
 from paceline.training.init.deferred_init import allocate_
 from paceline.training.model_analysis import build_meta_model
 from paceline.training.optimizer import make_optimizer
@@ -20,7 +20,7 @@ MOMENTS = 2  # tensors per weight, assumed for an optimizer that needs values an
 def compute_state_bytes(spec: Spec, task: Task) -> int:
     """Return the bytes of a checkpoint on disk after a step, each tensor counted once."""
     model = build_meta_model(spec, task).model
-    with make_fake_mode():
+    with make_fake_mode(), RealInputsMode():  # numbers of steps are integers, and so real
         allocate_(model, CPU)
         updates = read_updates(task, ResolvedPlan())
         names = assign_parameters(updates, model) if updates else {}

@@ -131,7 +131,7 @@ def _simulate_rank(inputs: _DryRunInputs, world: World, analysis: ModelAnalysis)
         def fill(model: nn.Module, **where: Any) -> None:
             # The mode starts only here: what is built earlier, such as meshes, needs real numbers.
             stack.enter_context(mode)
-            stack.enter_context(_RealInputsMode())
+            stack.enter_context(RealInputsMode())
             allocate_(model, CPU, **where)
 
         training = build_training(spec, plan, world, task, CPU, fill, analysis=analysis)
@@ -224,7 +224,7 @@ class _NoOverflow(LossScale):
         return True
 
 
-class _RealInputsMode(TorchDispatchMode):
+class RealInputsMode(TorchDispatchMode):
     """Keep tensors real that depend on real tensors alone, so that a task may look at its samples.
 
     Integer tensors stay real too: engines and models keep their books in them. All others have no memory.
