@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from paceline.spec import keys
+from paceline.spec import Value, keys
 from paceline.task import Task
 
 
@@ -75,6 +75,10 @@ def type_name(annotation: Any) -> str:
         return " | ".join(type_name(kind) for kind in inner if kind is not type(None))
     if origin is tuple:
         return f"[{', '.join('…' if kind is Ellipsis else type_name(kind) for kind in inner)}]"
+    if origin is dict:
+        return f"{{{type_name(inner[0])}: {type_name(inner[1])}}}"
+    if isinstance(annotation, type) and issubclass(annotation, Value):
+        return f"{{{', '.join(annotation.model_fields)}}}"
     return getattr(annotation, "__name__", str(annotation)) if not inner else str(annotation)
 
 
