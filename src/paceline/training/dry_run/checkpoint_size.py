@@ -38,6 +38,8 @@ def compute_state_bytes(spec: Spec, task: Task) -> int:
                 optimizer.step()
             unknown_bytes = 0
         except RuntimeError:
+            for optimizer in optimizers:
+                optimizer.state.clear()  # some of it may exist
             unknown_bytes = MOMENTS * sum(parameter.nbytes for parameter in trained)
         return unknown_bytes + sum(
             tensor.nbytes + FRAME_BYTES for tensor in checkpoint.collect_state(model, optimizers).values()
