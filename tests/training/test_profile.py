@@ -108,6 +108,20 @@ def test_wait_begins_at_the_call_of_a_collective() -> None:
     assert result.communication == pytest.approx(0.02), "from its call on; Python before it is no waiting"
 
 
+def test_average_through_shared_memory_is_communication() -> None:
+    """Its copies count, as the copies of gloo's threads do, and not only the wait for the other ranks."""
+    exchange = [
+        op("paceline::average_through_memory_", 50, 75),
+        op("aten::mul", 51, 54),
+        op("c10d::allreduce_", 55, 56),
+        op("aten::add", 71, 74),
+    ]
+    busy = [op("aten::mm", 20, 50), *exchange, op("aten::mm", 75, 80)]
+    result = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 57, 70, None)], [10 * MS])
+    assert result.communication == pytest.approx(0.025)
+    assert result.compute == pytest.approx(0.045)
+
+
 def test_pause_without_end_of_a_collective_is_no_waiting() -> None:
     busy = [op("aten::mm", 20, 30), op("aten::add", 60, 79)]
     result = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 70, None)], [10 * MS])
