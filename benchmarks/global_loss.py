@@ -73,7 +73,9 @@ def build_step(task: Task, batch: int) -> Callable[[], Any]:
 def build_loss(task: Any, batch: int) -> Callable[[], Any]:
     """Return a function that computes the loss of a global batch and its gradients."""
     torch.manual_seed(0)
-    embedded = [torch.randn(batch, task.width, requires_grad=True) for _ in range(2)]
+    # Of unit length, as the encoder's: the softmax of larger products has slow, denormal numbers.
+    views = (torch.nn.functional.normalize(torch.randn(batch, task.width), dim=-1) for _ in range(2))
+    embedded = [view.requires_grad_() for view in views]
     leaves = [*embedded, torch.tensor(5.0, requires_grad=True)]
     return lambda: torch.autograd.grad(task.global_loss(tuple(leaves), []), leaves)
 
