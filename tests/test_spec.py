@@ -535,8 +535,8 @@ def test_mypy_without_plugins(tmp_path):
 def test_dissimilar_names_are_not_suggested():
     for name, message in (
         (
-            "optimizer.ema",
-            "unknown key optimizer.ema; available: name, lr, weight_decay, momentum, nesterov, dampening, "
+            "optimizer.xyz",
+            "unknown key optimizer.xyz; available: name, lr, weight_decay, momentum, nesterov, dampening, "
             "betas, eps, amsgrad, momentum_decay, decoupled_weight_decay, lr_decay, "
             "initial_accumulator_value, rho, alpha, centered, etas, step_sizes, lambd, t0 and 28 more",
         ),

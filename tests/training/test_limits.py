@@ -57,8 +57,8 @@ def request(**options: Any) -> Spec:
 
 def limit_by_hand(name: str, parameter: nn.Parameter, options: dict[str, Any]) -> Tensor:
     grad = parameter.grad
-    limit = options.get("clip_value", 1e9)
-    grad = torch.minimum(torch.maximum(grad, torch.tensor(-limit)), torch.tensor(limit))
+    limit = torch.tensor(options.get("clip_value", 1e9), dtype=torch.float64)
+    grad = torch.minimum(torch.maximum(grad, -limit), limit)
     if "agc" not in options or ("no_agc" in options and name.startswith("6.")):
         return grad
     units = [()] if parameter.dim() < 2 else [(row,) for row in range(len(parameter))]
@@ -168,7 +168,6 @@ def skipping(**options: Any) -> Spec:
 def test_an_update_with_nan_is_skipped() -> None:
     """A training in which the second update is skipped ends as one that makes only the others."""
     task = Broken(bad=(sample_of_step(1),))
-    model = task.model().double()
     found: list[events.Event] = []
     kept: list[nn.Module] = []
     for event in train(skipping(), task=task, observe=lambda trained, what, step: kept.append(trained)):
@@ -179,7 +178,6 @@ def test_an_update_with_nan_is_skipped() -> None:
     assert [note.step for note in notes] == [2]
     assert "step 2: the loss is" in notes[0].message
     assert all(bool(parameter.isfinite().all()) for parameter in kept[-1].parameters())
-    assert model is not kept[-1]
     with pytest.raises(DivergedError, match="at step 2"):
         list(train(skipping().model_copy(update={"optimizer": Optimizer(name="sgd")}), task=task))
 
@@ -200,13 +198,6 @@ def test_a_training_stops_after_too_many_skipped_updates() -> None:
     spec = skipping().model_copy(update={"steps": 14})
     with pytest.raises(DivergedError, match="at step 11"):
         list(train(spec, task=task))
-
-
-def averaged_losses(steps: int = 6, **options: Any) -> list[float]:
-    optimizer = Optimizer(name="sgd", lr=LR, momentum=0.0, **options)
-    spec = Spec(steps=steps, batch=BATCH, seed=3, precision="fp64", evaluate_every=1, optimizer=optimizer)
-    found = train(spec, task=models.Images())
-    return [event.metrics["loss"] for event in found if isinstance(event, events.Evaluated)]
 
 
 def test_the_mean_of_weights_from_a_step_on() -> None:

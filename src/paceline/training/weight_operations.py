@@ -108,7 +108,8 @@ class WeightOperations:
     def __call__(self, step: int) -> None:
         """Apply the operations that are due. `step`: steps done."""
         for operation in self.operations:
-            if (step - getattr(operation, "start", 0)) % getattr(operation, "every", 1):
+            since = step - getattr(operation, "start", 0)
+            if since > 0 and since % getattr(operation, "every", 1):
                 continue
             match operation:
                 case Ema():
