@@ -279,5 +279,5 @@ def test_trainings_read_the_same_samples(tmp_path):
         ("0.7;0.3", "--weights must be numbers such as 0.7,0.3, got '0.7;0.3'"),
         ("1", "a mixture of 2 sources requires as many weights, got [1.0]"),
     ):
-        result = paceline("resume", "b", "--steps", "9", "--weights", words, at=tmp_path)
+        result = paceline("resume", "c", "--steps", "9", "--weights", words, at=tmp_path)
         assert (result.status, message in result.err) == (2, True), result.all
