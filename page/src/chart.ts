@@ -134,7 +134,7 @@ export class Chart {
         },
         axes: [
           { ...axis, grid: { show: false }, size: 22, gap: 4, space: 80, values: (_, all) => all.map((value, at) => (at && textX(value) === textX(all[at - 1]!) ? "" : textX(value))) },
-          { ...axis, size: 58, gap: 4, space: 34, values: (_, all) => all.map((value) => (value === null ? "" : text(value))) },
+          { ...axis, size: (_, labels) => Math.max(58, ...(labels ?? []).map((label) => 14 + 6.5 * (label ?? "").length)), gap: 4, space: 34, values: (_, all) => all.map((value) => (value === null ? "" : text(value))) },
         ],
         cursor: {
           drag: { x: true, y: false, setScale: false },
