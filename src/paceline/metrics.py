@@ -17,7 +17,14 @@ from torch import Tensor
 
 from paceline.errors import TaskError
 
-__all__ = ["Accumulator", "Accuracy", "Perplexity", "TopKAccuracy"]
+__all__ = [
+    "Accumulator",
+    "Accuracy",
+    "MeanAveragePrecision",
+    "MultilabelF1",
+    "Perplexity",
+    "TopKAccuracy",
+]
 
 IGNORE_INDEX = -100  # as in torch.nn.functional.cross_entropy
 
@@ -213,3 +220,98 @@ def _check_items(
             f"items with the target ignore_index={ignore_index} do not count"
         )
     return is_counted.double() if weights is None else weights.double() * is_counted
+
+
+class MultilabelF1(Accumulator):
+    """F1 of several labels: `micro` over all decisions, `macro` as the mean over the classes.
+
+        MultilabelF1().update(output, batch[1])
+
+    A class without labels and without predictions has an F1 of 0, as in scikit-learn.
+    threshold: the score above which a label is predicted; 0 for logits, 0.5 for probabilities.
+    """
+
+    def __init__(self, threshold: float = 0.0):
+        self.threshold = threshold
+        self.counts: Tensor | float = 0.0  # of hits, predictions and labels, by class
+
+    def update(self, scores: Tensor, targets: Tensor) -> Self:
+        """Add a batch, and return the accumulator.
+
+        scores: of each class, shape (…, classes). targets: 1 for each label, in the same shape. Raises
+        TaskError.
+        """
+        actual = _check_labels("MultilabelF1", scores, targets)
+        predicted = scores.reshape(actual.shape) > self.threshold
+        sums = [(predicted & actual).sum(0), predicted.sum(0), actual.sum(0)]
+        self.counts = self.counts + torch.stack(sums).double()
+        return self
+
+    def merge(self, other: Self) -> None:
+        self.counts = self.counts + other.counts
+
+    def finish(self) -> dict[str, float]:
+        """Return `micro` and `macro`; NaN without samples."""
+        if not isinstance(self.counts, Tensor):
+            return {"micro": math.nan, "macro": math.nan}
+        hits, predicted, actual = self.counts
+        by_class = 2 * hits / (predicted + actual).clamp(min=1)
+        total = float((predicted + actual).sum())
+        return {"micro": 2 * float(hits.sum()) / max(total, 1.0), "macro": float(by_class.mean())}
+
+
+class MeanAveragePrecision(Accumulator):
+    """Mean over the classes of the average precision, the sum of precision × increase of recall.
+
+        MeanAveragePrecision().update(output, batch[1])
+
+    It keeps all scores of the split, 5 bytes for each class of a sample. Equal scores are one threshold, as
+    in scikit-learn. Classes without labels in the split do not count.
+    """
+
+    def __init__(self) -> None:
+        self.scores: list[Tensor] = []
+        self.targets: list[Tensor] = []
+
+    def update(self, scores: Tensor, targets: Tensor) -> Self:
+        """Add a batch, and return the accumulator. Arguments and errors are those of MultilabelF1."""
+        actual = _check_labels("MeanAveragePrecision", scores, targets)
+        scores = scores.detach().reshape(actual.shape)
+        self.scores.append((scores if scores.dtype == torch.float64 else scores.float()).cpu())
+        self.targets.append(actual.cpu())
+        return self
+
+    def merge(self, other: Self) -> None:
+        self.scores += other.scores
+        self.targets += other.targets
+
+    def finish(self) -> float:
+        """Return the mean; NaN if no class has a label."""
+        if not self.scores:
+            return math.nan
+        pairs = zip(torch.cat(self.scores).T, torch.cat(self.targets).T, strict=True)
+        found = [_average_precision(scores, targets) for scores, targets in pairs if targets.any()]
+        return sum(found) / len(found) if found else math.nan
+
+
+def _average_precision(scores: Tensor, targets: Tensor) -> float:
+    """Return the average precision of one class with at least one label."""
+    values, order = scores.sort(descending=True)
+    hits = targets[order].double().cumsum(0)
+    last = torch.cat([values[1:] != values[:-1], torch.tensor([True])])  # of each threshold
+    hits, counts = hits[last], torch.arange(1, len(values) + 1, dtype=torch.float64)[last]
+    recall = hits / hits[-1]
+    return float((hits / counts * recall.diff(prepend=torch.zeros(1, dtype=torch.float64))).sum())
+
+
+def _check_labels(name: str, scores: Tensor, targets: Tensor) -> Tensor:
+    """Return the labels as bool of shape (items, classes). Raises TaskError."""
+    if scores.shape != targets.shape or not scores.dim():
+        raise TaskError(
+            f"{name}: scores and targets must have the same shape (…, classes), got {tuple(scores.shape)} and"
+            f" {tuple(targets.shape)}"
+        )
+    actual = targets.reshape(-1, targets.shape[-1]) != 0
+    if (actual.to(targets.dtype) != targets.reshape(actual.shape)).any():
+        raise TaskError(f"{name}: targets must be 0 or 1")
+    return actual

@@ -40,7 +40,11 @@ if TYPE_CHECKING:
     from paceline.updates import Update
 
 BUILT_IN = {
+    "bigearthnet": "paceline.tasks.bigearthnet:BigEarthNet",
+    "cifar10": "paceline.tasks.cifar:Cifar10",
+    "cifar100": "paceline.tasks.cifar:Cifar100",
     "digits": "paceline.tasks.digits:Digits",
+    "imagefolder": "paceline.tasks.imagefolder:ImageFolder",
     "lm": "paceline.tasks.lm:Lm",
     "mnist": "paceline.tasks.mnist:Mnist",
     "text": "paceline.tasks.text:Text",

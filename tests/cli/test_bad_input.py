@@ -140,8 +140,9 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
         ),
         (
             "train digit",
-            "no such task: 'digit'; expected digits, lm, mnist, text, a file my.py:Class, a module "
-            "package.module:Class or a Hugging Face model hf:FOLDER; did you mean digits?",
+            "no such task: 'digit'; expected bigearthnet, cifar10, cifar100, digits, imagefolder, lm, mnist, "
+            "text, a file my.py:Class, a module package.module:Class or a Hugging Face model hf:FOLDER; did "
+            "you mean digits?",
         ),
         ("train no.such:Thing", "cannot import 'no.such', named by no.such:Thing: No module named 'no'"),
         ("train run.toml", "cannot read run.toml: No such file or directory"),
@@ -365,8 +366,8 @@ def test_a_missing_gpu_is_refused(here):
         ("{at}:Task", "cannot import '{at}', named by {at}:Task: No module named '{at}'"),
         (
             "",
-            "no such task: ''; expected digits, lm, mnist, text, a file my.py:Class, a module "
-            "package.module:Class or a Hugging Face model hf:FOLDER",
+            "no such task: ''; expected bigearthnet, cifar10, cifar100, digits, imagefolder, lm, mnist, "
+            "text, a file my.py:Class, a module package.module:Class or a Hugging Face model hf:FOLDER",
         ),
         ("json:JSONDecoder", "JSONDecoder in json is not a subclass of paceline.Task"),
         ("json:Task", "json has no class Task"),
