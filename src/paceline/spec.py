@@ -648,6 +648,13 @@ class Loading(Value):
         description="changes of the weights of a Mixture, each from a sample on; resume --weights adds one",
     )
 
+    skip_corrupt: int = Field(
+        default=0,
+        ge=0,
+        le=1_000_000,
+        description="training samples on each rank that may raise DataError; the next are used instead",
+    )
+
     @model_validator(mode="after")
     def _window_needs_windows(self) -> Self:
         if self.shuffle != "window" and self.window != type(self).model_fields["window"].default:

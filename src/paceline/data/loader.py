@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -123,6 +123,13 @@ class FailedSample:
     details: str
 
 
+class RepairedBatch(NamedTuple):
+    """A batch with other samples in place of those that cannot be read, and the sentences about these."""
+
+    batch: Any
+    unreadable: dict[int, str]  # by index
+
+
 class Samples:
     """A dataset for torch's DataLoader, which maps (numbers, indices) of a micro-batch to the collated batch.
 
@@ -136,6 +143,8 @@ class Samples:
     divided_by: the plan that divides batches, if any. Random numbers in `collate` are then an error: they
     would depend on the plan.
     augmentation: what the task changes at random; None: nothing.
+    skip_corrupt: number of samples that may raise DataError. The next in the dataset are used instead, which
+    depends on no rank or worker.
     """
 
     def __init__(
@@ -147,6 +156,7 @@ class Samples:
         collate: Callable[[list[Any]], Batch] | None = None,
         divided_by: str | None = None,
         augmentation: Augmentation | None = None,
+        skip_corrupt: int = 0,
     ):
         self.dataset = dataset
         self.count = _length(dataset, split)
@@ -156,13 +166,17 @@ class Samples:
         self.collate = collate
         self.divided_by = divided_by
         self.augmentation = augmentation
+        self.skip_corrupt = skip_corrupt
+        self.unreadable: dict[int, str] = {}  # sentences by index, of all batches that this process received
+        self._unreadable_of_batch: dict[int, str] = {}
         self._draws: bool | None = None  # whether samples draw random numbers; None: not known yet
         self._reading: int | list[int] = []  # the index or indices that are being read
         self._is_collating = False
 
-    def __getitem__(self, part: tuple[list[int], list[int]]) -> Batch | FailedSample:
+    def __getitem__(self, part: tuple[list[int], list[int]]) -> Batch | FailedSample | RepairedBatch:
         numbers, indices = part
         self._reading, self._is_collating = indices, False
+        self._unreadable_of_batch = {}
         try:
             if hasattr(self.dataset, "batch_of"):
                 self._seed(numbers[0])
@@ -175,7 +189,22 @@ class Samples:
             return FailedSample(self._describe_failure(error), traceback.format_exc())
         if self.collate is not None:
             batch = pad_each(batch)
-        return cast_floats(batch, self.floats) if self.floats is not None else batch
+        batch = cast_floats(batch, self.floats) if self.floats is not None else batch
+        if self._unreadable_of_batch and not isinstance(batch, FailedSample):
+            return RepairedBatch(batch, self._unreadable_of_batch)
+        return batch
+
+    def receive(self, batch: Batch | RepairedBatch) -> Batch:
+        """Return the batch, and keep which samples cannot be read. Raises DataError if they are too many."""
+        if not isinstance(batch, RepairedBatch):
+            return batch
+        self.unreadable |= batch.unreadable
+        if len(self.unreadable) > self.skip_corrupt:
+            raise DataError(
+                f"{len(self.unreadable)} samples cannot be read, more than"
+                f" data.skip_corrupt={self.skip_corrupt}; the last: {list(batch.unreadable.values())[-1]}"
+            )
+        return batch.batch
 
     def _describe_failure(self, error: BaseException) -> str:
         reading = self._reading
@@ -215,8 +244,19 @@ class Samples:
 
     def _read(self, number: int, index: int) -> Any:
         self._reading = index
-        sample = self.dataset[index]
+        sample = self._read_or_replace(index) if self.skip_corrupt else self.dataset[index]
         return sample if self.augmentation is None else self.augmentation.change_sample(sample, number)
+
+    def _read_or_replace(self, index: int) -> Any:
+        """Return the sample, or else the next that can be read."""
+        for offset in range(min(self.skip_corrupt, self.count - 1)):
+            at = (index + offset) % self.count
+            try:
+                return self.dataset[at]
+            except DataError as error:
+                self._unreadable_of_batch[at] = str(error)
+        self._reading = (index + min(self.skip_corrupt, self.count - 1)) % self.count
+        return self.dataset[self._reading]
 
     def _probe(self, number: int, index: int) -> Any:
         """Return a sample, and note in `_draws` if it draws random numbers."""
@@ -344,6 +384,7 @@ def _make_samples(
         task.collate if has_collate else None,
         divided_by,
         augmentation,
+        spec.data.skip_corrupt if is_training else 0,
     )
 
 
@@ -454,7 +495,7 @@ def _read_batches(
     prefetch: int,
 ) -> Generator[Batch]:
     if not workers and device.type != "cuda":
-        yield from _check(map(samples.__getitem__, parts))
+        yield from _check(map(samples.__getitem__, parts), samples)
         return
     loader: DataLoader[Any] = DataLoader(
         samples,  # type: ignore[arg-type]  # the loader uses only its []
@@ -468,16 +509,16 @@ def _read_batches(
         multiprocessing_context=ForkedReaders() if workers else None,
     )
     if device.type == "cuda":
-        yield from _copy_to(_check(loader), device)
+        yield from _copy_to(_check(loader, samples), device)
     else:
-        yield from _check(loader)
+        yield from _check(loader, samples)
 
 
 def _identity(batch: Batch) -> Batch:
     return batch
 
 
-def _check(loader: Iterable[Batch | FailedSample]) -> Iterator[Batch]:
+def _check(loader: Iterable[Batch | FailedSample | RepairedBatch], samples: Samples) -> Iterator[Batch]:
     """Yield the batches. Raises DataError for a sample that failed."""
     iterator = iter(loader)
     reading = UserCode(
@@ -491,7 +532,7 @@ def _check(loader: Iterable[Batch | FailedSample]) -> Iterator[Batch]:
                 return
             if isinstance(batch, FailedSample):
                 raise DataError(batch.message) from DataError(batch.details)
-            yield batch
+            yield samples.receive(batch)
     finally:
         del iterator  # ends the workers: the traceback of an error would keep the iterator, and them, alive
 

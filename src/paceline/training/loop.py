@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -315,6 +316,7 @@ class TrainingLoop:
             contextlib.closing(self.histograms),
         ):
             yield from self._run_steps(source)
+        yield from self._note_unreadable()
         yield from self.checkpoints.finish(
             self.step, self.total, self.evaluator.metrics_at(self.step), self.stopping.state, self.plateau
         )
@@ -429,6 +431,22 @@ class TrainingLoop:
             self._set_timeout(self.spec.timeout_s)
         step_s = time.perf_counter() - began
         return LaunchedStep(stats, self.step, lr, data_s, step_s, time.time()), finished
+
+    def _note_unreadable(self) -> Iterator[Event]:
+        """Report samples that could not be read. A collective, if the request allows them."""
+        if not self.spec.data.skip_corrupt:
+            return
+        unreadable: list[dict[int, str]] = [self.data.training.unreadable]
+        if self.world.size > 1 and self.prepared.servers is None:
+            unreadable *= self.world.size
+            dist.all_gather_object(unreadable, self.data.training.unreadable)
+        found = {index: message for part in unreadable for index, message in part.items()}
+        if found:
+            first = min(found)
+            noun = "sample" if len(found) == 1 else "samples"
+            message = f"{len(found)} {noun} could not be read, and others were used instead: {found[first]}"
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            yield Noted(step=self.step, message=message + more)
 
     def _note_whole_blocks(self) -> Iterator[Event]:
         """Report blocks that cp runs on whole sequences, which the first step has found."""
