@@ -254,6 +254,20 @@ def test_nan_and_many_metrics(run: Path, tmp_path: Path) -> None:
     assert found["findings"] == []
 
 
+@pytest.mark.parametrize(("shift_s", "when"), [(86_400, "after the last"), (-86_400, "before the first")])
+def test_clocks_of_nodes_that_differ_are_noted(run: Path, tmp_path: Path, shift_s: int, when: str) -> None:
+    copy = copy_run(run, tmp_path)
+    at = json.loads((copy / "events.jsonl").read_text().splitlines()[-1])["time"]
+    lines = ["# paceline samples 1", "# node: node7", "time [s],cpu [%]"]
+    (copy / "monitor").mkdir(exist_ok=True)
+    for name, shift in (("near", 0), ("far", shift_s)):
+        rows = [f"{at + shift - k:.3f},50" for k in range(20, 0, -1)]
+        (copy / f"monitor/{name}.csv").write_text("\n".join([*lines, *rows]) + "\n")
+    _, found = doctor(tmp_path)
+    [note] = [note for note in found["notes"] if "node7" in note]
+    assert f" {when} step by the clock of rank 0, and are left out" in note
+
+
 def test_numbers_that_are_not_finite_are_damaged_lines(run: Path, tmp_path: Path) -> None:
     """Nothing writes them; a copy that went wrong, or another program, may."""
     copy = copy_run(run, tmp_path)

@@ -11,7 +11,7 @@ from paceline.doctor.rank_state import find_damaged_heartbeats, read_heartbeats
 from paceline.errors import Error, PlanError, RunError
 from paceline.events import Ended, Evaluated, Event, EventReader, Failed, Profiled, Saved, Started, Step
 from paceline.inspect.facts import WARM_UP_STEPS, RunFacts, Sibling, StepPoint
-from paceline.inspect.windows import Window, cut_windows, describe_lost_gpus
+from paceline.inspect.windows import Window, cut_windows, describe_lost_gpus, describe_other_times
 from paceline.monitor.columns import kind_of
 from paceline.monitor.samples import SampleTable, read_samples
 from paceline.plan.plan import ResolvedPlan, parse
@@ -174,6 +174,8 @@ def _read_windows(
     begin, end = (warm[0].time, max(warm[-1].time, course.last_time)) if warm else (None, None)
     windows = cut_windows(recordings, begin, end)
     notes += describe_lost_gpus(windows)
+    if begin is not None and end is not None:
+        notes += describe_other_times(recordings, begin, end)
     return windows, "" if windows else ": none was taken while the training stepped"
 
 

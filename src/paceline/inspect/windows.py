@@ -87,6 +87,26 @@ def describe_lost_gpus(windows: Sequence[Window]) -> list[str]:
     return notes
 
 
+CLOCK_S = 60.0  # between the samples of a node and the steps of a run, which a start or an end may take
+
+
+def describe_other_times(recordings: Sequence[SampleTable], begin: float, end: float) -> list[str]:
+    """Return a sentence for each node all of whose samples were taken long before or after the steps."""
+    notes = []
+    for samples in recordings:
+        if not len(samples):
+            continue
+        late_s, early_s = min(samples.time) - end, begin - max(samples.time)
+        if max(late_s, early_s) > CLOCK_S:
+            when = "after the last" if late_s > 0 else "before the first"
+            name, away = samples.node or samples.path.stem, format_seconds(max(late_s, early_s))
+            notes.append(
+                f"the samples of {name} were taken {away} {when} step by the clock of rank 0, and are left "
+                "out: they belong to another start, or a clock differs"
+            )
+    return notes
+
+
 def cut_windows(
     recordings: Sequence[SampleTable], begin: float | None, end: float | None
 ) -> tuple[Window, ...]:
