@@ -218,6 +218,10 @@ def test_communication() -> None:
         assert isinstance(outcome_of("communication", make_facts(profiled=profiles, beats=beats)), expected)
     ended = Ended(step=200, reason="done", communication=0.5)
     assert len(sentences("communication", make_facts(ended=ended))) == 1
+    # A single profile of an early step, that took 4 times as long as most steps.
+    early, quick = make_profiles(1, communication=0.06), make_steps(step_s=0.025)
+    assert isinstance(outcome_of("communication", make_facts(profiled=early, steps=quick)), Missing)
+    assert len(sentences("communication", make_facts(profiled=early, steps=make_steps(step_s=0.09)))) == 1
     # It is a share of the time without input: 50 % of 50 of 90 ms.
     waits = make_steps(step_s=0.05, data_s=[0.04] * 200)
     assert sentences("communication", make_facts(ended=ended, steps=waits)) == []

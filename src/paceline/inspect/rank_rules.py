@@ -24,6 +24,7 @@ CLEAR_RATIO = 3.0  # of the busy time in fewer profiles, if the median step take
 SLOW_RATIO = 1.5  # of the busy time of a rank, relative to the median of the others
 SLOW_SHARE = 0.15  # of the step, by which it is slower
 SLOW_S = 2e-3  # less is noise of the scheduler of the operating system
+MAX_PROFILE_RATIO = 1.5  # of the time of fewer profiled steps to that of the median step
 COMMUNICATION_SHARE, COMMUNICATION_S = 0.4, 5e-3
 CLEAR_COMMUNICATION_SHARE = 0.2  # beyond what waiting for cores explains
 FASTER = 0.9  # of the predicted time of a step, below which another plan is worth trying
@@ -214,11 +215,14 @@ def check_communication(facts: RunFacts) -> Outcome:
 
 def _measure_communication(facts: RunFacts) -> tuple[float, float] | None:
     """Return communication as a share of the step, and the step's seconds; None if unknown."""
-    if facts.profiled:
+    profiled_s = statistics.median(event.step_s for event in facts.profiled) if facts.profiled else 0.0
+    # The only profile of a short run is that of an early step, which may wait for much else.
+    is_typical = facts.step_s is None or profiled_s < MAX_PROFILE_RATIO * facts.step_s
+    if facts.profiled and (is_typical or len(facts.profiled) >= MIN_PROFILES):
         share = statistics.median(
             event.seconds.get("communication", 0.0) / event.step_s for event in facts.profiled
         )
-        return share, statistics.median(event.step_s for event in facts.profiled)
+        return share, profiled_s
     if facts.ended is not None and facts.ended.communication is not None and facts.num_warm >= 50:
         # It is a share of forward and backward, and input comes besides.
         computed = statistics.median(1 - point.data_s / max(point.step_s, 1e-9) for point in facts.warm)
