@@ -25,11 +25,12 @@ ERRORS = {
 }
 FUNCTIONS = {
     "train": "spec plan=None world=None *ranks=None *task=None *run=None *device=None *restarts=0 *stop=None"
-    " *observe=None",
+    " *observe=None *monitor=1.0",
     "find_plans": "spec ranks=None cluster=None *plan=None *task=None *tokens=None *price=None",
     "verify_plan": "spec plan ranks=2 *task=None *steps=3 *timeout_s=120.0",
     "describe": "spec task=None",
-    "setup": "model optimizer=None plan=None *layout=None *whole=() *unused_parameters=False *run=None",
+    "setup": "model optimizer=None plan=None *layout=None *whole=() *unused_parameters=False *run=None"
+    " *monitor=1.0",
     "spawn": "function ranks args *timeout_s=None",
     "evaluate": "run split=validation checkpoint=last *ranks=None *plan=None *batch=None *device=None",
     "predict": "run files=() out=predictions.jsonl checkpoint=last *split=None *ranks=None *plan=None"
