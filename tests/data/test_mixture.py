@@ -243,6 +243,7 @@ def read_lines(folder, count):
     return lines[-count:]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_trainings_read_the_same_samples(tmp_path):
     """1 and 2 ranks, workers, micro-batches, and a resume on other ranks; another order is refused."""

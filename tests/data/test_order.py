@@ -130,11 +130,11 @@ def test_ranks_micro_batches_and_resumes_have_one_order(shuffle):
 
 
 def test_settings():
-    assert Loading().order == Loading(workers=3, shuffle="full").order == "full"
-    assert Loading(shuffle="window").order == "window 16384"
+    assert SampleOrder(5, 0).describe(3) == "full"
+    assert SampleOrder(5, 0, "window").describe(3) == "window 16384"
     with pytest.raises(ValueError, match=r"data\.window=5 requires data\.shuffle='window', got 'full'"):
         Loading(window=5)
-    assert Spec(data={"shuffle": "none"}).data.order == "none"
+    assert Spec(data={"shuffle": "none"}).data.shuffle == "none"
 
 
 READS = """

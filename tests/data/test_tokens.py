@@ -54,7 +54,7 @@ def expected_ids(tokenizer, end=("<|endoftext|>",)):
     return [loaded.encode(text).ids + ends for text in TEXTS]
 
 
-@pytest.mark.parametrize("piece_bytes", [2**26, 500, 1])
+@pytest.mark.parametrize("piece_bytes", [2**26, 500, 60])
 def test_documents_are_those_of_the_tokenizer(piece_bytes, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "PIECE_BYTES", piece_bytes)
     write_corpus(tmp_path / "corpus")
