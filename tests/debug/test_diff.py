@@ -161,6 +161,8 @@ def test_rounding_is_equal_if_the_plans_differ(tmp_path):
     assert found.is_equal
     assert found.tolerance == 1e-3
     assert found.reason == "rounding of fp32, because plan, ranks differ"
+    other = write_run(tmp_path / "other", losses, plan="zero3")
+    assert diff_runs(a, other).reason == "rounding of fp32, because plan differs"
     assert (found.steps.first_unequal, found.steps.first_different) == (1, None)
     assert found.steps.max_relative == pytest.approx(1e-6, rel=1e-3)
     assert [(entry.key, entry.a, entry.b) for entry in found.settings] == [

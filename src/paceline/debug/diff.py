@@ -115,7 +115,8 @@ def choose_tolerance(
         return 0.0, "both runs round in the same way"
     precisions = [event.precision for event in starts if event.precision in ROUNDING]
     coarsest = max(precisions, key=ROUNDING.__getitem__, default="fp32")
-    return ROUNDING[coarsest], f"rounding of {coarsest}, because {', '.join(differing)} differ"
+    verb = "differs" if len(differing) == 1 else "differ"
+    return ROUNDING[coarsest], f"rounding of {coarsest}, because {', '.join(differing)} {verb}"
 
 
 def _describe_content(run: RunFolder, table: StepTable) -> str:
