@@ -57,6 +57,7 @@ class RunFolder:
     monitor/NODE.csv    samples of the node, append only
     report.html         the report of the run, written at its end
     mlflow.json         the run of MLflow to which this run was sent, and how far
+    figures/NAME/       images of `Task.figures`, one of each evaluation
     tensorboard/        scalars
     traces/             traces of steps, in a folder for each range of steps
 
@@ -143,6 +144,11 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """Path of the folder of TensorBoard's scalars."""
         return self.path / "tensorboard"
+
+    @property
+    def figures(self) -> Path:
+        """Path of the folder of the images that `Task.figures` returns."""
+        return self.path / "figures"
 
     @property
     def traces(self) -> Path:
@@ -430,7 +436,7 @@ def open_run(path: Path, needs_request: bool = True) -> RunFolder:
     return RunFolder(path)
 
 
-FOLDERS = ("ckpt", "ranks", "tensorboard", "traces", "monitor")
+FOLDERS = ("ckpt", "figures", "ranks", "tensorboard", "traces", "monitor")
 FILES = (
     "provenance.json",
     "profile.json",

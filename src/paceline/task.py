@@ -288,6 +288,18 @@ class Task:
         """
         return {}
 
+    def figures(self, output: Any, batch: Any) -> Mapping[str, Any]:
+        """Return images by name, which are drawn at each evaluation.
+
+        output: what the model returns for the first samples of the validation split, at most `batch` of them,
+        in their order and whole under every plan. batch: likewise. Both are on the CPU. Only rank 0 calls it.
+
+        An image is a tensor or array of shape (height, width) or (channels, height, width) with 1, 3 or 4
+        channels, of uint8 or of floats from 0 to 1; or a figure of matplotlib. Pipelines, local SGD and
+        parameter servers refuse it.
+        """
+        return {}
+
     def predict(self, output: Any, batch: Any) -> Any:
         """Return what `paceline predict` writes for each sample: a sequence or tensor with a value for each.
 

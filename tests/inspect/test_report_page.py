@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from browser import Browser, start_browser
 from paceline import cli
 from paceline.inspect.report import page, sections, svg
 from paceline.inspect.report.write import Report
+from paceline.plotting.png import encode_png
 from paceline.report.run_view import view
 from paceline.run import RunFolder
 from pages import read_blocks
@@ -157,6 +159,17 @@ def test_controls_change_the_curves(browser, tmp_path):
 
 
 PATHS = "[...document.querySelectorAll('path.line')].map((path) => path.getAttribute('d'))"
+
+
+def test_images_are_shown_despite_the_policy(browser, tmp_path):
+    run = folder(tmp_path / "a", make_history(random.Random(1), 5, 1))
+    (run.figures / "errors").mkdir(parents=True)
+    pixels = np.full((6, 4, 3), 200, np.uint8)
+    (run.figures / "errors/step_000000005.png").write_bytes(encode_png(pixels))
+    browser.open(write_page(tmp_path / "r.html", run))
+    sizes = "[...document.querySelectorAll('img')].map((image) => [image.naturalWidth, image.naturalHeight])"
+    assert browser.run(sizes) == [[4, 6]]
+    assert browser.run("document.querySelector('figure.image').innerText") == "errors, step 5"
 
 
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])

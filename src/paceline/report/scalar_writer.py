@@ -20,6 +20,7 @@ from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from paceline.files import append_whole
+from paceline.plotting.png import read_size
 from paceline.report.graph_node import GraphNode
 from paceline.report.histogram import Histogram
 
@@ -103,6 +104,15 @@ class ScalarWriter:
     def write_histograms(self, histograms: Mapping[str, Histogram], step: int, wall_time: float) -> None:
         """Append the histograms of a step, by name."""
         values = [Summary.Value(tag=name, histo=_encode(value)) for name, value in histograms.items()]
+        self._write_values(values, step, wall_time)
+
+    def write_images(self, images: Mapping[str, bytes], step: int, wall_time: float) -> None:
+        """Append PNG files by name."""
+        values = []
+        for name, png in images.items():
+            height, width, channels = read_size(png)
+            image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=png)
+            values.append(Summary.Value(tag=f"figures/{name}", image=image))
         self._write_values(values, step, wall_time)
 
     def _write_values(self, values: Sequence[Summary.Value], step: int, wall_time: float) -> None:

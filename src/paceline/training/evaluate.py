@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from paceline.parallel.named_losses import NamedLosses, combine_losses, name_los
 from paceline.sample_rng import number_samples
 from paceline.spec import Spec
 from paceline.task import Task
+from paceline.training.figures import FigureWriter
 from paceline.training.first_loss import check_items
 from paceline.training.metric_totals import AccumulatedMetrics
 from paceline.training.setup import PreparedTraining, TrainingData
@@ -30,14 +32,23 @@ from paceline.training.step import TrainingStep
 from paceline.training.torchmetrics_adapter import as_accumulator
 from paceline.user_code import UserCode
 
+Draw = Callable[[TrainingStep, Any, Batch, int, dist.ProcessGroup | None], None]
 ASK_S = 1.0  # between two checks whether to stop
 
 
 class Evaluator:
     """Decides when a training evaluates, evaluates it, and keeps the last metrics."""
 
-    def __init__(self, spec: Spec, data: TrainingData, prepared: PreparedTraining, workers: int):
+    def __init__(
+        self,
+        spec: Spec,
+        data: TrainingData,
+        prepared: PreparedTraining,
+        workers: int,
+        figures: FigureWriter,
+    ):
         self.spec, self.data, self.prepared, self.workers = spec, data, prepared, workers
+        self.figures = figures
         self.total = spec.total_steps(data.samples)
         self.metrics: dict[str, float] = {}
         self.last_step: int | None = None  # step of the last evaluation that was completed
@@ -70,6 +81,7 @@ class Evaluator:
                     self.spec.data.prefetch,
                     self.prepared.group,
                     stop,
+                    partial(self.figures.draw, step) if not prefix else None,
                 )
                 if of_split is None:
                     return None
@@ -97,6 +109,7 @@ def evaluate(
     prefetch: int,
     group: dist.ProcessGroup | None = None,
     stop: Callable[[], bool] = lambda: False,
+    draw: Draw | None = None,
 ) -> dict[str, float] | None:
     """Return the loss and the metrics of the split. A collective.
 
@@ -104,7 +117,8 @@ def evaluate(
     is that of the sums over the whole split.
 
     group: the ranks that call it; None: all. `stop`: called about once a second. If it returns True on
-    any rank, all ranks abandon the evaluation and return None. Raises TaskError for unsuitable metrics.
+    any rank, all ranks abandon the evaluation and return None. draw: called with the first batch.
+    Raises TaskError for unsuitable metrics.
     """
     device = update.device
     parts_by_rank = [
@@ -134,6 +148,8 @@ def evaluate(
                 output = update.output(data)
                 if output is ELSEWHERE:
                     continue
+                if draw is not None and at == 0:
+                    draw(update, output, data, len(numbers), group)
                 values = _compute_values(update, output, data, [len(part[at]) for part in parts_by_rank])
                 pairs = _weighted_sums(update, values, data, len(numbers) or 1)
                 is_counted = bool(numbers) and update.counts

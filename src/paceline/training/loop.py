@@ -44,6 +44,7 @@ from paceline.task import Task
 from paceline.training.checkpoint_policy import CheckpointPolicy
 from paceline.training.ddp_warmup import warm_up_ddp
 from paceline.training.evaluate import Evaluator
+from paceline.training.figures import FigureWriter, check_figures
 from paceline.training.first_loss import FirstLossCheck
 from paceline.training.histograms.recorder import HistogramRecorder, check_histograms
 from paceline.training.initial_weights import check_initial_weights_once
@@ -162,6 +163,7 @@ def train(
         if resolved.servers is not None:
             read_operations(task, resolved, spec.optimizer)
             check_global_loss(task, resolved)
+            check_figures(task, resolved)
             check_auxiliary_loss(task, resolved)
             read_updates(task, resolved)
             analysis = build_meta_model(spec, task)
@@ -261,7 +263,8 @@ class TrainingLoop:
         divides_batch = self.batch_slice.ranks * self.batch_slice.microbatches > 1
         self.workers = workers_per_rank(world.local_size, context.device, spec.data.workers)
         self.checkpoints = CheckpointPolicy(context, prepared, data.order, heartbeat)
-        self.evaluator = Evaluator(spec, data, prepared, self.workers)
+        self.figures = FigureWriter(context)
+        self.evaluator = Evaluator(spec, data, prepared, self.workers, self.figures)
         self.first = self.step = self.checkpoints.resumed.step  # steps done: at the start, now
         self.first_losses: dict[int, list[FirstLossCheck]] = {}  # by the steps done before their pass runs
         for done, step in self._find_first_passes():
@@ -314,6 +317,7 @@ class TrainingLoop:
             contextlib.closing(self.profiler),
             contextlib.closing(self.tracer),
             contextlib.closing(self.histograms),
+            contextlib.closing(self.figures),
         ):
             yield from self._run_steps(source)
         yield from self._note_unreadable()

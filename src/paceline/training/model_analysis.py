@@ -21,6 +21,7 @@ from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import PretrainedSource, Task, read_layout
 from paceline.torch_compat import multiply_experts_of_all_dtypes
+from paceline.training.figures import check_figures
 from paceline.training.init.deferred_init import Weights, record
 from paceline.training.read_updates import assign_parameters, read_updates, tasks_of_passes
 from paceline.training.sparse_gradients import check_sparse
@@ -91,6 +92,7 @@ def analyze_model(
     Raises PlanError or TaskError if the plan cannot train this model.
     """
     check_global_loss(task, plan)
+    check_figures(task, plan)
     check_auxiliary_loss(task, plan)
     if spec.compile:
         check_compilable(plan)

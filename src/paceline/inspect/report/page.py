@@ -21,6 +21,7 @@ from paceline.inspect.report.figures import (
     list_machine_figures,
     list_zero_samples,
 )
+from paceline.inspect.report.images import RunImage, build_images
 from paceline.inspect.report.run_record import Record
 from paceline.inspect.report.sections import (
     build_breakdown,
@@ -44,14 +45,23 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def build_page(records: Sequence[Record], differences: Record, requests: Sequence[str], written: str) -> str:
+def build_page(
+    records: Sequence[Record],
+    differences: Record,
+    requests: Sequence[str],
+    images: Sequence[Sequence[RunImage]],
+    written: str,
+) -> str:
     """Return the HTML of a report.
 
-    requests: the texts of the files spec.toml. written: when the report was written, as text."""
+    requests: the texts of the files spec.toml. images: of each run. written: when the report was written, as
+    text."""
+    drawn = build_images(records, images)
     style, script = read_asset("report.css"), read_asset("report.js")
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
-        "base-uri 'none'; form-action 'none'"
+        + ("img-src data:; " if drawn else "")
+        + "base-uri 'none'; form-action 'none'"
     )
     curves, machine = list_curve_figures(records), list_machine_figures(records)
     names = ", ".join(record["label"] for record in records)
@@ -60,6 +70,7 @@ def build_page(records: Sequence[Record], differences: Record, requests: Sequenc
         "summary": ("Summary", build_summary(records, differences)),
         "findings": ("Findings", build_findings(records)),
         "curves": ("Curves", _build_curves(records, curves)),
+        "images": ("Images", drawn),
         "breakdown": ("Time and memory", build_breakdown(records)),
         "machine": ("Machine", _build_machine(records, machine, len(curves))),
         "events": ("Events", build_events(records)),

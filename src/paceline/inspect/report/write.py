@@ -13,6 +13,7 @@ from paceline.inspect.find import find
 from paceline.inspect.finding import Findings
 from paceline.inspect.read_facts import read_facts
 from paceline.inspect.report.figures import list_bar_figures, list_curve_figures, list_machine_figures
+from paceline.inspect.report.images import read_images
 from paceline.inspect.report.page import build_page, read_asset
 from paceline.inspect.report.run_record import Record, build_record, find_differences, read_request_text
 from paceline.inspect.report.svg import draw_bars, draw_lines
@@ -71,9 +72,10 @@ class Report:
         """Return the page. If it were too large, its curves have fewer points."""
         written = time.strftime("written %Y-%m-%d %H:%M:%S UTC by Paceline ", time.gmtime()) + __version__
         requests = [read_request_text(view) for view in self._views]
+        images = [read_images(view.run) for view in self._views]
         records, limit = self.records, self._limit
         while True:
-            page = _encodable(build_page(records, self.differences, requests, written))
+            page = _encodable(build_page(records, self.differences, requests, images, written))
             if len(page) <= MAX_BYTES or limit <= MIN_POINTS:
                 return page
             limit = max(MIN_POINTS, limit // 2)
