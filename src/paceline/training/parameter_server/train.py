@@ -1,7 +1,7 @@
 """Training with parameter servers on one rank: a generator of events for servers and workers."""
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -118,7 +118,11 @@ def train_against_servers(
 class _NoSamples:
     """The training samples of a server, which reads none."""
 
-    collate = dataset = None
+    collate = dataset = augmentation = None
+    unreadable: Mapping[int, str] = {}
+
+    def receive(self, batch: None) -> None:
+        return batch
 
     def __getitem__(self, part: object) -> None:
         return None
