@@ -229,6 +229,7 @@ def test_set_reaches_every_key(tmp_path):
                 f"schedule.{key}": ["schedule.base_batch=8"]
                 for key in ("lr_scale", "scale_betas", "scale_decay")
             },
+            "schedule.growth": ["schedule.name=cosine-restarts", "schedule.every=3"],
             "stop.metric": ["stop.target=1"],
             "stop.min_delta": ["stop.patience=1"],
             "data.window": ["data.shuffle=window"],
@@ -540,7 +541,7 @@ def test_dissimilar_names_are_not_suggested():
             "betas, eps, amsgrad, momentum_decay, decoupled_weight_decay, lr_decay, "
             "initial_accumulator_value, rho, alpha, centered, etas, step_sizes, lambd, t0 and 28 more",
         ),
-        ("spec.ema", "unknown key ema; paceline train --keys lists them"),
+        ("spec.xyz", "unknown key xyz; paceline train --keys lists them"),
         ("optimizer.beta", "unknown key optimizer.beta; did you mean optimizer.betas?"),
         ("spec.lr", "unknown key lr; did you mean optimizer.lr?"),
         ("save.seed", "unknown key save.seed; available: every, minutes, keep, best"),
