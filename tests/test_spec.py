@@ -179,6 +179,7 @@ def test_set_reaches_every_key(tmp_path):
         "spec.evaluate_splits": '["test"]',
         "spec.least_nodes": 1,
         "schedule.every": 7,
+        "spec.mlflow": "http://127.0.0.1:5000",
         "schedule.metric": "max f1",
         "schedule.milestones": "[7, 9]",
         "schedule.decay_shape": "1-sqrt",
