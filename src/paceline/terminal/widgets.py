@@ -16,7 +16,12 @@ from textual.widgets import Static
 class TextLines(ScrollView, can_focus=True):
     """Lines that can be scrolled. A changed line is sent to the terminal alone, for slow connections."""
 
-    DEFAULT_CSS = "TextLines { overflow-x: hidden; overflow-y: auto; scrollbar-size-vertical: 1; }"
+    DEFAULT_CSS = """
+    TextLines {
+        overflow-x: hidden; overflow-y: auto;
+        scrollbar-size-vertical: 1; scrollbar-background: ansi_default; scrollbar-color: ansi_blue;
+    }
+    """
 
     def __init__(self, id: str):
         super().__init__(id=id)
