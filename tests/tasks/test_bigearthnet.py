@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from command import succeed
+from command import events_of_kind, succeed
 from paceline import Spec, TaskError
 from paceline.data.loader import batches, open_training_samples
 from paceline.errors import DataError
+from paceline.events import Evaluated, Step
 from paceline.metrics import MeanAveragePrecision, MultilabelF1
 from paceline.tasks.bigearthnet import BANDS, BigEarthNet
 from paceline.tasks.bigearthnet_files import CLASSES, NUMBERS_V1, WITHOUT_CLASS
@@ -150,9 +151,8 @@ def test_the_nomenclature_is_complete() -> None:
 
 
 def losses_of(run: Path) -> list[float]:
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert any(event["kind"] == "evaluated" and "f1/micro" in event["metrics"] for event in events)
-    return [event["loss"] for event in events if event["kind"] == "step"]
+    assert {"f1/micro", "f1/macro", "map"} <= events_of_kind(run, Evaluated)[-1].metrics.keys()
+    return [step.loss for step in events_of_kind(run, Step)]
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The tasks imagefolder, cifar10 and cifar100 on folders and files in their layouts."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
-from command import paceline, succeed
+from command import events_of_kind, paceline, succeed
 from harness import differences_from_single
 from image_files import write_images
 from paceline import Spec, TaskError
 from paceline.errors import DataError
+from paceline.events import Step
 from paceline.spec import Optimizer
 from paceline.tasks.cifar import Cifar10, Cifar100
 from paceline.tasks.image_models import EFFICIENTNETS, RESNETS, build_image_model
@@ -114,13 +114,12 @@ def test_commands(tmp_path: Path) -> None:
     write_splits(tmp_path / "images")
     words = ["train", "imagefolder", "--set=arch=resnet18", "--set=size=32", "--set=folder=images"]
     words += ["--set=mixup=0.2", "--set=jitter=0.2", "--batch=4", "--steps=4", "--no-report"]
+    words += ["--optimizer=sgd", "--lr=0.01"]  # AdamW amplifies rounding where gradients are almost 0
     losses = []
     for plan, ranks in (("single", 1), ("ddp", 2)):
         more = [f"--ranks={ranks}", f"--run-dir=run{ranks}", f"--plan={plan}", *EXACT]
         succeed(*words, *more, at=tmp_path)
-        lines = (tmp_path / f"run{ranks}/events.jsonl").read_text().splitlines()
-        events = [json.loads(line) for line in lines]
-        losses.append([event["loss"] for event in events if event["kind"] == "step"])
+        losses.append([step.loss for step in events_of_kind(tmp_path / f"run{ranks}", Step)])
     assert len(losses[0]) == 4
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
     (tmp_path / "images/train/cat/03.png").write_bytes(b"no image")
@@ -130,7 +129,7 @@ def test_commands(tmp_path: Path) -> None:
         (("--set=folder=none",), "cannot read none/train: No such file or directory"),
     ):
         kept = [word for word in words if word.split("=")[1:2] != [more[0].split("=")[1]]] if more else words
-        result = paceline(*kept, *more, "--run-dir=other", at=tmp_path)
+        result = paceline(*kept, *more, f"--run-dir=refused{len(message)}", at=tmp_path)
         assert (result.status, message in " ".join(result.all.split())) == (2, True), result.all
 
 
