@@ -562,6 +562,23 @@ def test_suggested_names():
     assert specs.suggest("lr", ["batch", "optimizer.lr"]) == "; did you mean optimizer.lr?"
 
 
+def test_requests_of_earlier_versions_are_read(tmp_path):
+    """They stored the options of all optimizers. A value that somebody chose is still an error."""
+    specs.save(tmp_path / "run.toml", Spec(), Launch())
+    text = (tmp_path / "run.toml").read_text()
+    [line] = [line for line in text.splitlines() if line.startswith("[optimizer]")]
+    for momentum, fits in ((0.9, True), (0.5, False)):
+        old = text.replace(line, f"{line}\nmomentum = {momentum}\nnesterov = false")
+        (tmp_path / "old.toml").write_text(old)
+        if fits:
+            assert specs.load_own(tmp_path / "old.toml", {}, edited=True)[0] == Spec()
+        else:
+            with pytest.raises(
+                SpecError, match=r"adamw has no option momentum, got optimizer\.momentum=0\.5"
+            ):
+                specs.load_own(tmp_path / "old.toml", {}, edited=True)
+
+
 def test_the_documented_defaults():
     assert Spec().task == "digits"
     assert Launch().plan is None

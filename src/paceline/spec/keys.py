@@ -32,6 +32,4 @@ def keys() -> Iterator[tuple[str, FieldInfo]]:
 
 
 KEYS = RequestKeys([*list_keys(Spec), *list_keys(Launch)])
-
-
 TABLES = {key.partition(".")[0] for key in KEYS if "." in key} | {"set"}

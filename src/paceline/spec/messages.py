@@ -7,20 +7,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
+MAX_NAMES = 20  # names that a message lists
+MIN_SIMILARITY = 0.65  # by difflib: accepts rr for r and bach for batch, but not ema for betas
+LISTING = "paceline train --keys"
+
 
 def abbreviate(value: Any, as_text: Callable[[Any], str] = repr) -> str:
     """Return the text of a value for a message; a long text is truncated."""
     text = as_text(value)
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text):,} characters)"
-
-
-MAX_NAMES = 20  # names that a message lists
-
-
-MIN_SIMILARITY = 0.65  # by difflib: accepts rr for r and bach for batch, but not ema for betas
-
-
-LISTING = "paceline train --keys"
 
 
 class RequestKeys(list[str]):

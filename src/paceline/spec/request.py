@@ -11,6 +11,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from paceline.errors import SpecError
+from paceline.optimizer_options import OPTIMIZERS
 from paceline.spec.keys import KEYS, leaves
 from paceline.spec.launch import Launch
 from paceline.spec.messages import describe_error
@@ -39,6 +40,7 @@ def load_own(path: Path, overrides: Mapping[str, Any], edited: bool = False) -> 
             f"{path} is not as Paceline wrote it (its checksum in the last line is missing or wrong);"
             f" restore it, or if you edited it, accept it: paceline resume {path.parent} --edited"
         )
+    _drop_former_defaults(tree)
     request = _build_with(copy.deepcopy(tree), overrides)
     if edited and (missing := [key for key in _required_keys() if not _has(tree, key.split("."))]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -47,6 +49,20 @@ def load_own(path: Path, overrides: Mapping[str, Any], edited: bool = False) -> 
             " that paceline train --keys lists"
         )
     return request
+
+
+# Up to version 0.2, requests stored these options for each optimizer, also for one that has no such option.
+FORMER_DEFAULTS = {"momentum": 0.9, "nesterov": False, "betas": [0.9, 0.999], "eps": 1e-8}
+
+
+def _drop_former_defaults(tree: dict[str, Any]) -> None:
+    """Remove defaults that an earlier version stored and that the optimizer does not have."""
+    optimizer = tree.get("optimizer")
+    if isinstance(optimizer, dict):
+        options = OPTIMIZERS.get(str(optimizer.get("name")), FORMER_DEFAULTS)
+        for key, default in FORMER_DEFAULTS.items():
+            if key not in options and optimizer.get(key) == default:
+                del optimizer[key]
 
 
 def _required_keys() -> list[str]:
