@@ -36,6 +36,6 @@ def test_values_that_are_refused(kind: Any, values: dict[str, Any], message: str
 
 
 def test_names() -> None:
-    assert {*after_step.__all__} == {"Clamp", "CopyTo", "Ema", "Normalize", "StepOperation", "Polyak"}
+    assert {*after_step.__all__} == {"Clamp", "CopyTo", "Ema", "Normalize", "StepOperation", "Polyak", "Swa"}
     for name in after_step.__all__:
         assert getattr(after_step, name).__doc__.split("\n")[0].endswith(".")

@@ -117,7 +117,14 @@ def test_state_that_accumulators_would_share_is_refused(shared: object) -> None:
 
 
 def test_names() -> None:
-    assert {*metrics.__all__} == {"Accumulator", "Accuracy", "Perplexity", "TopKAccuracy"}
+    assert {*metrics.__all__} == {
+        "Accumulator",
+        "Accuracy",
+        "MeanAveragePrecision",
+        "MultilabelF1",
+        "Perplexity",
+        "TopKAccuracy",
+    }
     for name in metrics.__all__:
         assert getattr(metrics, name).__doc__.split("\n")[0].endswith(".")
 

@@ -331,10 +331,14 @@ def loads(line: str | bytes) -> Event:
 
 
 def _number(value: Any) -> float:
-    """Return a finite number. Nothing that is written is infinite or NaN, which would spoil every sum."""
+    """Return a finite number: a duration that is infinite or NaN would spoil every sum."""
+    if not math.isfinite(number := _any_number(value)):
+        raise ValueError(f"expected a finite number, got {number}")
+    return number
+
+
+def _any_number(value: Any) -> float:
     if type(value) is float:
-        if not math.isfinite(value):
-            raise ValueError(f"expected a finite number, got {value}")
         return value
     if type(value) is not int:
         raise ValueError(f"expected a number, got {value!r:.40}")
@@ -404,6 +408,8 @@ def _fields(kind: type[Event]) -> dict[str, tuple[Callable[[Any], Any], bool]]:
     for entry in dataclass_fields(kind):
         is_required = entry.name == "time" or (entry.default is MISSING and entry.default_factory is MISSING)
         converters[entry.name] = (_time if entry.name == "time" else _converter(entry.type), is_required)
+    if kind is Step:  # of a training that diverges
+        converters["loss"] = (_any_number, True)
     if kind is Evaluated:
         of_object = _exactly(dict)
         converters["metrics"] = (

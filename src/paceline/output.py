@@ -25,8 +25,13 @@ IN_ASCII = {
     "≥": ">=",
     "≈": "~",
     "√": "sqrt",
+    "‖": "||",
+    "⁻": "-",
     "α": "alpha",
     "β": "beta",
+    "ε": "epsilon",
+    "η": "eta",
+    "λ": "lambda",
     "Δ": "delta",
     "Σ": "sum",
     "μ": "u",
@@ -38,7 +43,12 @@ IN_ASCII = {
     **dict.fromkeys("─━═╌╍┄┅┈┉╴╶╸╺", "-"),
     **dict.fromkeys("│┃║╎╏┆┇┊┋╵╷╹╻", "|"),
     **dict.fromkeys("█▉▊▋▌▍▎▏▓▒░", "#"),
-    **dict.fromkeys("•●○■□", "*"),
+    **dict.fromkeys("•●○■□◆", "*"),
+    **dict.fromkeys("▶▷▸", ">"),
+    **dict.fromkeys("▲△↑", "^"),
+    **dict.fromkeys("▼▽↓", "v"),
+    **dict.fromkeys("✗✘", "x"),
+    "✓": "ok",
 }
 
 

@@ -111,20 +111,24 @@ def test_find_last_efficient():
     assert find_last_efficient(curve, 0.999999999).ranks == 1
 
 
+MANY = 8 * 10_007  # a prime number of nodes: more than samples and tokens
+
+
 def test_infeasible_counts_give_reason():
-    found = predict_scaling(load_model("llama3-8b"), make_cluster(8), (1, 12, 16, 3000), 48)
+    found = predict_scaling(load_model("llama3-8b"), make_cluster(8), (1, 12, 16, MANY), 48)
     assert {count.ranks: count.want for count in found.strong.refused} == {
         1: "memory",
         12: "nodes",
-        3000: "samples",
+        MANY: "samples",
     }
     by_ranks = {count.ranks: count.reason for count in found.strong.refused}
     assert "most of it optimizer" in by_ranks[1]
     assert "use 8 or 16" in by_ranks[12]
-    assert "a batch of 48 cannot be split over 3,000 ranks" in by_ranks[3000]
+    assert "a batch of 48 cannot be split over 80,056 ranks" in by_ranks[MANY]
     assert found.each == Fraction(48, 16)
     assert any(
-        "has 1 node; the others of 375 are assumed to be identical" in sentence for sentence in found.assumed
+        "has 1 node; the others of 10,007 are assumed to be identical" in sentence
+        for sentence in found.assumed
     )
 
 

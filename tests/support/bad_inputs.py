@@ -824,7 +824,7 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("plan --model gpt2 --cluster a100-80g:8 --tokens nan", "tokens|nan"),
     ("plan --model gpt2 --cluster a100-80g:8 --price -1 --tokens 1e9", "price|-1"),
     ("plan --model gpt2 --cluster a100-80g:8 --peak 0", "peak|0"),
-    ("plan --model gpt2 --cluster a100-80g:8 --precision fp8", "--precision"),
+    ("plan --model gpt2 --cluster a100-80g:8 --batch 8 --precision fp8", "fp8"),
     ("plan --model gpt2 --cluster a100-80g:8 --json nowhere/x.json --batch 8", "nowhere"),
     ("plan --model gpt2 --cluster a100-80g:8 --plot picture.txt --batch 8", "picture.txt"),
     ("plan --model gpt2 bad.py:Small --cluster a100-80g:8", "gpt2|--model"),

@@ -288,7 +288,7 @@ def refuse_here(plan: str, how: str) -> None:
         ("local-sgd,period=2", "", "needs a task"),
         ("ddp,microbatches=2", "", "leave out microbatches"),
         ("ddp,dp=4", "", "ranks"),
-        ("zero3", "lbfgs", "LBFGS is not known to update each element"),
+        ("zero3", "lbfgs", "LBFGS does not update each element independently"),
         ("ddp", "meta", "is on the meta device"),
         ("ddp", "foreign", "tensors that are not parameters of the model"),
         ("ddp", "late", "has state of earlier steps"),

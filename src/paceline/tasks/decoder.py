@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from paceline.data.packing import isolate_documents
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention and a feed-forward layer: of GPT-2, or with rotary positions, RMSNorm and SwiGLU."""
 
     def __init__(self, kind: str, width: int, heads: int):
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         self.size = width // heads
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width) if kind == "gpt" else None
-        self.blocks = nn.ModuleList(Block(kind, width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(DecoderBlock(kind, width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width) if kind == "gpt" else nn.RMSNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
