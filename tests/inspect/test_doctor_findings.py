@@ -273,7 +273,7 @@ def test_numbers_that_are_not_finite_are_damaged_lines(run: Path, tmp_path: Path
     copy = copy_run(run, tmp_path)
     lines = [json.loads(line) for line in (copy / "events.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["event"] == "step"]
-    steps[9]["loss"], steps[19]["step_s"], steps[29]["data_s"] = math.nan, math.inf, -math.inf
+    steps[9]["lr"], steps[19]["step_s"], steps[29]["data_s"] = math.nan, math.inf, -math.inf
     text = "\n".join(map(json.dumps, lines)) + "\n"
     (copy / "events.jsonl").write_text(text.replace("-Infinity", "-1e999"))
     out, found = doctor(tmp_path)
