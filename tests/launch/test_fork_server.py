@@ -18,7 +18,6 @@ from paceline.events import Ended, Failed, Started
 from paceline.launch import fork_server
 from paceline.launch.fork_server import is_safe
 from paceline.run import RunFolder
-from paceline.spec import Launch, Spec, save
 
 pytestmark = pytest.mark.processes
 
@@ -266,7 +265,6 @@ def test_a_forked_process_without_go_ends(tmp_path: Path, monkeypatch: pytest.Mo
 
     run = RunFolder(tmp_path)
     run.ranks.mkdir()
-    save(run.spec, Spec(), Launch())
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found = []
     with fork_server.fork_server(run, 2) as server:

@@ -196,7 +196,7 @@ class RankForkServer(ForkServer):
 def fork_server(run: RunFolder, ranks: int, task_file: Path | None = None) -> Iterator[RankForkServer | None]:
     """Yield a fork server that runs until the context ends, or None if ranks must be spawned."""
     environ = build_shared_environment(ranks)
-    if ranks < 2 or run.next_request()[1].nsys or not is_safe(environ):
+    if ranks < 2 or not is_safe(environ):
         yield None
         return
     run.ranks.mkdir(exist_ok=True)

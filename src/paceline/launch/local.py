@@ -22,7 +22,8 @@ def start(
     Raises the Error that ended the training, or RankError for a rank that ended without an error message.
     """
     has_nsys = run.next_request()[1].nsys
-    with contextlib.nullcontext(early) if early is not None else fork_server(run, ranks, task_file) as server:
+    is_given = early is not None or has_nsys  # nsys starts each rank itself
+    with contextlib.nullcontext(early) if is_given else fork_server(run, ranks, task_file) as server:
         # They import torch, while the fork server imports it too.
         from paceline.launch.supervise import kill_children, supervise
         from paceline.launch.worker_processes import launch, use_this_machine
