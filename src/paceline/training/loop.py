@@ -522,20 +522,17 @@ class TrainingLoop:
 
     def _report(self, steps: list[tuple[LaunchedStep, StepMetrics]]) -> Iterator[Event]:
         """Yield the events of these steps. Raises DivergedError."""
+        skips_nan = self.spec.optimizer.on_nan == "skip"
+        skips_overflows = skips_nan or self.update.loss_scale is not None
         for launched, metrics in steps:
-            skips_overflows = self.update.loss_scale is not None or self.spec.optimizer.on_nan == "skip"
-            if self.spec.optimizer.on_nan == "skip" and not (
-                math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)
-            ):
-                self.skipped += 1
-                if self.skipped <= MAX_SKIPPED:
-                    yield _describe_skipped(launched.step, metrics)
-                    if math.isfinite(metrics.loss):
-                        yield launched.event(metrics, self.spec.batch)
-                    continue
-            else:
-                self.skipped = 0
-            if not math.isfinite(metrics.loss) or not (math.isfinite(metrics.grad_norm) or skips_overflows):
+            has_loss, has_norm = math.isfinite(metrics.loss), math.isfinite(metrics.grad_norm)
+            self.skipped = self.skipped + 1 if skips_nan and not (has_loss and has_norm) else 0
+            if 0 < self.skipped <= MAX_SKIPPED:
+                yield _describe_skipped(launched.step, metrics)
+                if has_loss:
+                    yield launched.event(metrics, self.spec.batch)
+                continue
+            if not has_loss or not (has_norm or skips_overflows):
                 yield from self.checkpoints.report(wait=True)  # the user can go back to it
                 raise _diverged_error(launched.step, metrics, self.last_loss, self.context.run)
             self.last_loss = metrics.loss
