@@ -92,6 +92,7 @@ class TerminalView(App[None]):
             self.query_one(f"#{name}", TextLines).can_focus = False
         self.query_one("#body").focus()
         for number in (signal.SIGTERM, signal.SIGHUP):  # otherwise the terminal stays in its raw mode
+            # Only the main thread can handle signals, and not on every system.
             with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
                 asyncio.get_running_loop().add_signal_handler(number, self._end_by_signal, number)
         self._reader.start()

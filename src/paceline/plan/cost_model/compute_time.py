@@ -63,7 +63,7 @@ def compute_block_time(
     if rates.op_times is not None:
         return _compute_block_time_on_cpu(rates.op_times, recipe, block, key)
     head = block.boundary == 0
-    dtype = "bf16" if recipe.is_low and head else recipe.dtype
+    dtype = recipe.wide_dtype if head else recipe.dtype
     forward = inputs = weights = 0.0
     for product in block.products:
         m, n, k, count = _shape_on_rank(product, key)
@@ -196,7 +196,7 @@ def _attention_s(
     """Return the seconds of the forward pass, without reading and writing its scores."""
     heads = micro_batch * call.heads / tp
     if recipe.fused:
-        rate = rates.peaks.get("bf16" if recipe.is_low else recipe.dtype) or rates.product_flops(recipe.dtype)
+        rate = rates.peaks.get(recipe.wide_dtype) or rates.product_flops(recipe.dtype)
         small = min(
             1.0, 0.82 + 0.18 * call.head_dim / 128
         )  # arXiv 2307.08691, figure 5, causal: 64 compared with 128
@@ -208,7 +208,7 @@ def _attention_s(
             / (tp * cp)
             / (rate * rates.clock * rates.device.forward * recipe.attention * small)
         )
-    dtype = "bf16" if recipe.is_low else recipe.dtype
+    dtype = recipe.wide_dtype
     queries = call.queries * call.slice_imbalance(cp) / cp
     return product_s(rates, dtype, queries, call.keys, call.head_dim, heads) + product_s(
         rates, dtype, queries, call.head_dim, call.keys, heads

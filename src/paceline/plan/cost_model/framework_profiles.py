@@ -111,6 +111,11 @@ class Recipe:
         """Whether products are computed in 8 or 4 bits; attention and the head stay in 16 bits."""
         return self.dtype in LOW_DTYPES
 
+    @property
+    def wide_dtype(self) -> str:
+        """The data type of attention and the head."""
+        return "bf16" if self.is_low else self.dtype
+
     def splits_sequence(self, cp: int) -> bool:
         """Return whether sequence parallelism applies with context parallelism of degree `cp`."""
         return self.sequence and (cp == 1 or self.sequence_with_cp)
