@@ -207,14 +207,14 @@ export class RankMapPanel {
     const [state, log] = await Promise.all([fetch(this.link("rank", query)), fetch(this.link("log", query))]).catch(() => []);
     if (!state || !log) return;
     const body: (Node | string)[] = [];
-    if (state.ok) {
-      const found = (await state.json()) as RankState;
+    const found = state.ok ? ((await state.json()) as RankState | { problem: string }) : { problem: await state.text() };
+    if ("problem" in found) {
+      body.push(h("p", { class: "note" }, found.problem));
+    } else {
       const late = Date.now() / 1000 - this.store.clockAhead - found.time;
       body.push(h("p", {}, `${found.phase} after step ${count(found.step)}; heartbeat ${age(Math.max(0, late))}; process ${found.pid} on ${found.host}`));
       const rows = Object.entries(found.spent_s).map(([phase, value]) => [phase, seconds(value)]);
       body.push(tableOf({ columns: ["phase", "mean of the recent steps"], rows }));
-    } else {
-      body.push(h("p", { class: "note" }, await state.text()));
     }
     body.push(h("h3", {}, "Output"), h("pre", {}, (await log.text()) || "no output"));
     const dialog = h(

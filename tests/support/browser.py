@@ -62,7 +62,8 @@ class Browser:
                 details = parameters["exceptionDetails"]
                 self.errors.append(details.get("exception", {}).get("description", details["text"]))
             case "Log.entryAdded" if parameters["entry"]["level"] == "error":
-                self.errors.append(parameters["entry"]["text"])
+                entry = parameters["entry"]
+                self.errors.append(" ".join(filter(None, (entry["text"], entry.get("url")))))
             case "Page.loadEventFired":
                 self._loaded = True
         return message

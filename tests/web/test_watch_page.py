@@ -307,6 +307,22 @@ def test_click_on_a_row_opens_the_rank(server, browser):
     assert browser.errors == []
 
 
+def test_rank_without_heartbeat_and_output_opens(runs, server, browser):
+    run = folder(runs / "silent", build_lines(5))
+    write_rank_files(run)
+    shutil.rmtree(run.ranks)
+    open_run(browser, server, "silent")
+    for label, value in (("What the map shows", "Processor time"), ("Open a rank", "1")):
+        choose = f"{panel('Ranks over time')}.querySelector('select[aria-label={json.dumps(label)}]')"
+        wait(browser, f"!!{choose}")
+        browser.run(f"{choose}.value = '{value}'; {choose}.dispatchEvent(new Event('change'))")
+    text = wait(browser, "document.querySelector('dialog')?.innerText")
+    assert "rank 1 has no heartbeat in " in text
+    assert "rank 1 has no output in " in text
+    assert browser.errors == []
+    shutil.rmtree(run.path)
+
+
 def test_comparison_shows_only_what_differs(runs, server, browser):
     """The other run has another learning rate and another loss, and the curves of both are drawn."""
     other = folder(

@@ -74,8 +74,8 @@ class Guard:
         refused = self._refuse(scope, headers)
         if refused is not None:
             await _answer(send, *refused)
-        elif scope["path"] == "/favicon.ico":  # browsers ask for it without a page
-            await _answer(send, 404, "no such file")
+        elif scope["path"] == "/favicon.ico":  # browsers ask for it if the address has no page with an icon
+            await _answer(send, 204, "", [])
         elif scope["path"] == "/":
             await self._log_in(scope, send)
         elif scope["path"] == METRICS and self._access.metrics_token is not None:

@@ -28,12 +28,12 @@ def list_ranks(run: RunFolder) -> dict[str, Any]:
 
 
 def read_rank(run: RunFolder, number: str) -> dict[str, Any]:
-    """Return host, phase and mean seconds of each phase of a rank. Raises RunError if it has no heartbeat."""
+    """Return host, phase and mean seconds of each phase of a rank, or only a problem: it has no heartbeat."""
     rank = _parse_rank(number)
     path = run.alive(rank)
     beat: Heartbeat | None = None if path.is_symlink() else heartbeat.read(path, Heartbeat)
     if beat is None:
-        raise RunError(f"rank {rank} has no heartbeat in {path}")
+        return {"problem": f"rank {rank} has no heartbeat in {path}"}
     return _build_row(beat)
 
 
@@ -50,7 +50,7 @@ def _build_row(beat: Heartbeat) -> dict[str, Any]:
 
 
 def read_log(run: RunFolder, number: str) -> str:
-    """Return the last 64 KiB of a rank's output. Raises RunError if there is none."""
+    """Return the last 64 KiB of a rank's output, or a sentence if it has none. Raises RunError for links."""
     rank = _parse_rank(number)
     path = run.rank_log(rank)
     try:
@@ -60,8 +60,8 @@ def read_log(run: RunFolder, number: str) -> str:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - MAX_BYTES))
             data = file.read(MAX_BYTES)
-    except FileNotFoundError:
-        raise RunError(f"rank {rank} has no output in {path}") from None
+    except FileNotFoundError:  # its launcher keeps the output, or the rank has not started
+        return f"rank {rank} has no output in {path}"
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
     if size > MAX_BYTES:
