@@ -47,28 +47,30 @@ def count_gathers(counts: list[int]) -> Any:
     """Count the all-gathers in `counts[0]`."""
 
     def patch(gather: Any) -> Any:
-        def counted(*args: Any, **options: Any) -> Any:
+        def counted(*args: Any) -> None:
             counts[0] += 1
-            return gather(*args, **options)
+            gather(*args)
 
         return counted
 
-    return replaced(batch_shares, "all_gather_single", patch)
+    return replaced(BatchShares, "_gather_bytes", patch)
 
 
 def from_another_rank() -> Any:
     """Exchange the bytes that the first two ranks sent."""
 
     def patch(gather: Any) -> Any:
-        def exchanged(received: Tensor, sent: Tensor, **options: Any) -> None:
-            gather(received, sent, **options)
-            first = received[: len(sent)].clone()
-            received[: len(sent)] = received[len(sent) : 2 * len(sent)]
-            received[len(sent) : 2 * len(sent)] = first
+        def exchanged(shares: BatchShares, by_rank: Tensor, sent: Tensor) -> None:
+            gather(shares, by_rank, sent)
+            by_rank[:2] = by_rank[:2].flip(0)
 
         return exchanged
 
-    return replaced(batch_shares, "all_gather_single", patch)
+    return replaced(BatchShares, "_gather_bytes", patch)
+
+
+def without_shared_memory() -> Any:
+    return replaced(batch_shares, "find_exchange", lambda find: lambda: None)
 
 
 def find_gather_differences(
@@ -109,6 +111,11 @@ def find_gather_differences(
 def test_one_all_gather_has_all_tensors(counts: tuple[int, ...], microbatches: int) -> None:
     call = harness.ranks(len(counts))
     assert call(find_gather_differences, counts, microbatches) == [[]] * len(counts)
+
+
+def test_one_all_gather_without_shared_memory() -> None:
+    call = harness.ranks(2)
+    assert call(find_gather_differences, (3, 2), 2, without_shared_memory) == [[]] * 2
 
 
 def test_rows_of_another_rank_are_found() -> None:

@@ -13,16 +13,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from faults import replaced
 from harness import ranks
 from paceline.distributed import shared_memory
+from paceline.distributed.shared_barrier import SharedMemoryBarrier
 from paceline.parallel import ddp
-from paceline.parallel.shared_gradients import (
+from paceline.parallel.shared_exchange import (
+    BARRIER_BYTES,
     SLOT_BYTES,
     SLOTS,
-    WARM_UP_PASSES,
-    SharedMemoryMean,
-    measure_exchange_s,
+    SharedMemoryExchange,
 )
+from paceline.parallel.shared_gradients import WARM_UP_PASSES, measure_exchange_s
 
 pytestmark = pytest.mark.processes
 SIZES = (1, 1000, SLOT_BYTES // 4, 2 * SLOT_BYTES // 4 + 3)  # of float32: within a slot, and over several
@@ -32,19 +34,19 @@ def draw(rank: int, size: int) -> np.ndarray:
     return np.random.default_rng((rank, size)).standard_normal(size, dtype=np.float32)
 
 
-def open_mean(slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> SharedMemoryMean:
-    memory = shared_memory.open_shared_memory(SLOTS * slot_bytes)
+def open_exchange(slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> SharedMemoryExchange:
+    memory = shared_memory.open_shared_memory(SLOTS * slot_bytes + BARRIER_BYTES)
     assert memory is not None
-    mean = SharedMemoryMean(memory)
-    mean._slots = [mean._slots[number % slots] for number in range(SLOTS)]
-    return mean
+    exchange = SharedMemoryExchange(memory)
+    exchange._slots = [exchange._slots[number % slots] for number in range(SLOTS)]
+    return exchange
 
 
 def average_draws() -> list[np.ndarray]:
-    mean, found = open_mean(), []
+    exchange, found = open_exchange(), []
     for size in SIZES:
         values = torch.from_numpy(draw(dist.get_rank(), size))
-        mean.average_(values)
+        exchange.average_(values)
         found.append(values.numpy())
     return found
 
@@ -60,10 +62,10 @@ def test_average_is_that_of_all_ranks(size: int) -> None:
 
 
 def average_types() -> list[torch.Tensor]:
-    mean, found = open_mean(slot_bytes=64), []
+    exchange, found = open_exchange(slot_bytes=64), []
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         values = torch.arange(50, dtype=dtype) * (4 * dist.get_rank())
-        mean.average_(values)
+        exchange.average_(values)
         found.append(values)
     return found
 
@@ -73,31 +75,52 @@ def test_every_type_is_averaged() -> None:
         assert values.tolist() == [2.0 * number for number in range(50)]
 
 
+def gather_draws(size: int) -> list[np.ndarray]:
+    """Return what two gathers of `size` bytes of each rank received."""
+    exchange, found = open_exchange(slot_bytes=64), []
+    for shift in (0, 1):
+        sent = torch.from_numpy(draw_bytes(dist.get_rank() + shift, size))
+        received = torch.zeros(dist.get_world_size(), size, dtype=torch.uint8)
+        exchange.gather_(received, sent)
+        found.append(received.numpy())
+    return found
+
+
+def draw_bytes(rank: int, size: int) -> np.ndarray:
+    return np.random.default_rng((rank, size)).integers(256, size=size, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("size", [0, 1, 64, 200])  # of slots of 64 bytes
+def test_bytes_of_all_ranks_are_gathered(size: int) -> None:
+    for found in ranks(2)(gather_draws, size):
+        for shift in (0, 1):
+            expected = [draw_bytes(rank + shift, size) for rank in range(2)]
+            np.testing.assert_array_equal(found[shift], expected)
+
+
 @contextmanager
 def read_late() -> Iterator[None]:
     """Let rank 1 read long after all ranks have arrived."""
-    original = dist.all_reduce
 
-    def all_reduce(*arguments: Any, **options: Any) -> Any:
-        result = original(*arguments, **options)
-        if dist.get_rank() == 1:
-            time.sleep(0.05)
-        return result
+    def patch(wait: Any) -> Any:
+        def wait_long(barrier: SharedMemoryBarrier) -> None:
+            wait(barrier)
+            if dist.get_rank() == 1:
+                time.sleep(0.05)
 
-    dist.all_reduce = all_reduce
-    try:
+        return wait_long
+
+    with replaced(SharedMemoryBarrier, "__call__", patch):
         yield
-    finally:
-        dist.all_reduce = original
 
 
 def average_with_a_late_reader(slots: int) -> list[float]:
-    mean = open_mean(slots)
+    exchange = open_exchange(slots)
     found = []
     with read_late():
         for number in range(6):
             values = torch.full((1000,), float(number * (dist.get_rank() + 1)))
-            mean.average_(values)
+            exchange.average_(values)
             found.append(values[0].item())
     return found
 

@@ -1,9 +1,11 @@
 """Memory that the ranks of one machine share."""
 
+import contextlib
 import mmap
 import os
 import secrets
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,8 +18,23 @@ TOKEN_BYTES = 7  # an int64 holds them
 MACHINE = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/net")
 
 
-def open_shared_memory(size: int) -> list[Tensor] | None:
-    """Return the memory of each rank, which all can read and write: uint8 of shape (size,). A collective.
+@dataclass
+class SharedMemory:
+    """Memory of each rank, which all can read and write.
+
+    by_rank: uint8 of shape (size,). lock_file: the memory of the first rank as an open file, to lock.
+    """
+
+    by_rank: list[Tensor]
+    lock_file: int
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.lock_file)
+
+
+def open_shared_memory(size: int) -> SharedMemory | None:
+    """Return memory of `size` bytes of each rank. A collective.
 
     Returns None on all ranks unless they run on one machine and may open each other's memory. The memory has
     no name, and ends with the processes.
@@ -74,24 +91,21 @@ def _gather(row: list[int]) -> list[list[int]]:
     return [of_rank.tolist() for of_rank in rows]
 
 
-def _open_all(rows: list[list[int]], size: int) -> list[Tensor] | None:
+def _open_all(rows: list[list[int]], size: int) -> SharedMemory | None:
     """Return the memory of each rank, given its row; None if this rank cannot open all of them."""
     machines = {tuple(row[: len(MACHINE)]) for row in rows}
     if len(machines) > 1 or 0 in machines.pop() or any(row[-2] == UNAVAILABLE for row in rows):
         return None
-    memory = []
-    for *_, process, file, token in rows:
-        try:
-            opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            mapped = mmap.mmap(opened, size)
-        except (OSError, ValueError):  # ValueError: another file, which is smaller
-            return None
-        finally:
-            os.close(opened)
-        if _as_number(mapped[:TOKEN_BYTES]) != token:
-            return None
-        memory.append(torch.frombuffer(mapped, dtype=torch.uint8))
-    return memory
+    with contextlib.ExitStack() as files:
+        memory, opened = [], []
+        for *_, process, file, token in rows:
+            try:
+                opened.append(os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC))
+                files.callback(os.close, opened[-1])
+                mapped = mmap.mmap(opened[-1], size)
+            except (OSError, ValueError):  # ValueError: another file, which is smaller
+                return None
+            if _as_number(mapped[:TOKEN_BYTES]) != token:
+                return None
+            memory.append(torch.frombuffer(mapped, dtype=torch.uint8))
+        return SharedMemory(memory, os.dup(opened[0]))

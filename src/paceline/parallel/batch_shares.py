@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.parallel.shared_exchange import default_group_name, find_exchange, is_whole_world
 from paceline.torch_compat import all_gather_single
 
 
@@ -73,9 +74,8 @@ class BatchShares:
             for microbatch, own in enumerate(rows):
                 target[microbatch * self.own : (microbatch + 1) * self.own] = own
         # zeros, since a dry run receives nothing, and a task may use the numbers of a batch as indices
-        received = sent.new_zeros(len(self.counts) * num_bytes)
-        all_gather_single(received, sent, group=self.group)
-        by_rank = received.view(len(self.counts), num_bytes)
+        by_rank = sent.new_zeros(len(self.counts), num_bytes)
+        self._gather_bytes(by_rank, sent)
         gathered = {
             index: self._join(
                 by_rank[:, bounds[at] : bounds[at + 1]]
@@ -85,6 +85,13 @@ class BatchShares:
             for at, index in enumerate(order)
         }
         return [gathered[index] for index in range(len(tensors))]
+
+    def _gather_bytes(self, by_rank: Tensor, sent: Tensor) -> None:
+        """Write the bytes of each rank to its row of `by_rank`. A collective."""
+        if sent.device.type == "cpu" and is_whole_world(self.group) and find_exchange() is not None:
+            torch.ops.paceline.gather_through_memory_(by_rank, sent, default_group_name())
+        else:
+            all_gather_single(by_rank.view(-1), sent, group=self.group)
 
     def _join(self, by_rank: Tensor) -> Tensor:
         """Return the rows of the global batch from those of each rank, of shape (ranks, rows, …)."""

@@ -102,6 +102,9 @@ class GlobalLoss:
         with UserCode("the backward pass", self.task.global_loss):
             found = torch.autograd.grad(loss, [leaf.data for leaf in used], start(loss), allow_unused=True)
         gradients = {id(leaf): gradient for leaf, gradient in zip(used, found, strict=True)}
+        self._used[OUTPUT, True] = [
+            index for index in self._used[OUTPUT, True] if gradients.get(id(leaves[index]), loss) is not None
+        ]
 
         def own_gradient(leaf: WholeTensor | None, microbatch: int) -> Tensor | None:
             gradient = gradients.get(id(leaf))
@@ -154,18 +157,23 @@ class GlobalLoss:
             if kind == "samples" and not shares.own:  # the sample of a rank without samples
                 own = [tensor[:0] for tensor in own]
             leaves.append(WholeTensor(own, shares, kind, with_grad, what, checks))
+        used = self._used.get(key, ())
         gather_together(
             [
                 whole
-                for whole in (leaves[index] for index in self._used.get(key, ()) if index < len(leaves))
+                for whole in (leaves[index] for index in used if index < len(leaves))
                 if whole is not None and whole.kind == "samples" and whole.device.type == self.device.type
             ]
         )
         stand_ins: list[Any] = []
-        for leaf, whole in zip(by_leaf, leaves, strict=True):
+        for index, (leaf, whole) in enumerate(zip(by_leaf, leaves, strict=True)):
             first = leaf[0]
             if whole is not None:
-                stand_ins.append(whole.data if shares.parts == 1 else GatheredTensor.stand_for(whole))
+                # A gradient tells later whether the loss reads a tensor; then operations need no stand-in.
+                is_read = with_grad and index in used and first.requires_grad
+                stand_ins.append(
+                    whole.data if shares.parts == 1 or is_read else GatheredTensor.stand_for(whole)
+                )
             else:
                 is_plain = first is None or (shares.parts == 1 and isinstance(first, (bool, int, float, str)))
                 stand_ins.append(first if is_plain else UnreadableItem(first, what))

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 # fitted: to trainings; published: read from publications of others; guessed: nothing is known
 Basis = Literal["fitted", "published", "guessed"]
+MAX_SHARED_RANKS = 8  # of one machine without GPUs, which exchange gradients through shared memory
 MAX_FITTED_RANKS = 6144  # of the trainings that the constants are fitted to
 
 

@@ -57,8 +57,11 @@ FUNCTIONAL = {
     "isend": ("send", 0, False),
     "irecv": ("recv", 0, False),
 }
-# Ranks of one machine may average DDP's gradients through shared memory, with the volume of an all-reduce.
-SHARED_MEMORY = {"average_through_memory_": ("all-reduce", 0, False)}
+# Ranks of one machine may exchange tensors through shared memory, with the volume of a collective.
+SHARED_MEMORY = {
+    "average_through_memory_": ("all-reduce", 0, False),
+    "gather_through_memory_": ("all-gather", 0, False),
+}
 TABLES = {"c10d": C10D, "_c10d_functional": FUNCTIONAL, "paceline": SHARED_MEMORY}
 FSDP_RECORD = re.compile(r"FSDP::\w+( \((?P<module>.*)\))?$")
 

@@ -13,8 +13,8 @@ STEP, GRADIENTS, UPDATED, END = MARKS = tuple(
     f"paceline: {what}" for what in ("step", "gradients", "updated", "end")
 )
 COLLECTIVE = re.compile(r"(gloo|nccl|mpi|ucc):")
-# Calls that start a collective, and averages through shared memory, which copy and wait until all is done.
-ENQUEUED = re.compile(r"_?c10d(_functional)?::|paceline::average_through_memory_")
+# Calls that start a collective, and those through shared memory, which copy and wait until all is done.
+ENQUEUED = re.compile(r"_?c10d(_functional)?::|paceline::(average|gather)_through_memory_")
 NEIGHBOURS = re.compile(r"send|recv", re.I)
 # Operations and compiled blocks, not what calls them.
 COMPUTED = re.compile(r"(?!autograd::|torch::autograd::)\w+::|Torch-Compiled|CompiledF")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.distributed.clock_offset import gather_objects, measure_clock_offset
+from paceline.distributed.shared_barrier import show_waits
 from paceline.distributed.unfinished import read_collectives
 from paceline.distributed.world import World
 from paceline.doctor.heartbeat_writer import HeartbeatWriter
@@ -120,9 +121,11 @@ class _OpenTrace:
         offset = measure_clock_offset(context.world)
         self.clock = TraceClock(_read_first_clock(context.world), offset.offset_ns, offset.error_ns)
         self.profiler = TorchProfiler(context.device, profile_memory=False)
+        show_waits(self.profiler.is_running)
 
     def stop(self) -> bool:
         """Stop recording, and return whether that was possible."""
+        show_waits(False)
         if self.context.device.type == "cuda":
             torch.cuda.synchronize(self.context.device)
         return self.profiler.stop()
