@@ -128,6 +128,9 @@ class PretrainedSource(Protocol):
         model: on the meta device. keys: the names of all tensors in the files. Raises TaskError.
         """
 
+    def find_added(self, model: nn.Module) -> Collection[str]:
+        """Return the names of parameters that files of weights never have, such as those of adapters."""
+
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Task:

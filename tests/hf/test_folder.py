@@ -81,6 +81,17 @@ def test_weights_of_a_base_model(here: Path, tmp_path: Path) -> None:
     assert torch.equal(values["model.layers.1.mlp.up_proj.weight"], stored["layers.1.mlp.up_proj.weight"])
 
 
+def test_adapters_are_not_missing_in_the_weights(here: Path, tmp_path: Path) -> None:
+    lora = {"rank": 2, "alpha": 4.0}
+    _, notes = fill(load(here / "llama", lora=lora))
+    assert not notes
+    folder = write_folder(tmp_path / "base", auto="AutoModel", architectures=["LlamaModel"])
+    shutil.copy(here / "text.txt", tmp_path)
+    _, [note] = fill(load(folder, objective="causal-lm", lora=lora))
+    assert note.startswith("1 of 21 parameters are not in")
+    assert note.endswith("keep their initialization: lm_head.weight")
+
+
 def test_a_config_alone_gives_random_weights(here: Path) -> None:
     values, notes = fill(load(here / "llama" / "config.json"))
     expected = read_plainly(here / "llama")

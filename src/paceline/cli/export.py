@@ -2,13 +2,14 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from paceline.errors import CheckpointError, RunError
 from paceline.run import RunFolder, open_run
 
+FORMATS = ("safetensors", "hf", "torch-export", "onnx")
 PROGRAM_SUFFIXES = {"torch-export": ".pt2", "onnx": ".onnx"}
 
 
@@ -19,10 +20,11 @@ def export(
         Path | None, typer.Option("--output", "-o", help="The same as FILE.", show_default=False)
     ] = None,
     format: Annotated[
-        Literal["safetensors", "hf", "torch-export", "onnx"],
+        str,
         typer.Option(
+            metavar=f"[{'|'.join(FORMATS)}]",
             help="Weights in one file, a folder that from_pretrained of transformers loads, or the whole"
-            " model as a program of torch.export (.pt2) or ONNX (.onnx)."
+            " model as a program of torch.export (.pt2) or ONNX (.onnx).",
         ),
     ] = "safetensors",
     adapters: Annotated[
@@ -40,6 +42,10 @@ def export(
 
     In a safetensors file, parameters have the names that they have in the model.
     """
+    if format not in FORMATS:
+        from paceline.spec import suggest
+
+        raise RunError(f"--format {format} is unknown{suggest(format, FORMATS)}")
     if (file is None) == (output is None):
         given = "nothing" if file is None else f"both {file} and --output {output}"
         raise RunError(f"specify the file or folder to write once, got {given}")

@@ -84,13 +84,23 @@ def add_adapters_(model: Any, lora: Lora, trained: tuple[str, ...] = ()) -> None
         setattr(model.get_submodule(parent), last, LoraLinear(layer, lora.rank, lora.resolved_alpha))
 
 
+def find_adapters(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters of adapters."""
+    return frozenset(
+        f"{name}.{part}"
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLinear)
+        for part in (A, B)
+    )
+
+
 def merge(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return the weights of the model without adapters that computes the same.
 
     weights: of a model with adapters, by name. model: such a model, which may be on the meta device.
     """
     adapted = {f"{name}.": module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
-    added = {name + part for name in adapted for part in (A, B)}
+    added = find_adapters(model)
     merged = {name: value for name, value in weights.items() if name not in added}
     for name, layer in adapted.items():
         change = weights[name + B] @ weights[name + A] * layer.scale

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.errors import TaskError
+from paceline.hf.lora import find_adapters
 from paceline.task import PretrainedTensor
 
 
@@ -71,6 +72,10 @@ class FolderWeights:
                 f"belongs to {type(model).__name__}; use the config.json that was saved with them"
             )
         return found
+
+    def find_added(self, model: nn.Module) -> Collection[str]:
+        """Return the names of the adapters, which start with random numbers and 0."""
+        return find_adapters(model)
 
 
 def _convert(name: str, sources: _Sources, model: Any, own: Collection[str]) -> dict[str, PretrainedTensor]:

@@ -68,7 +68,8 @@ class PretrainedWeights:
         for name, tensor in found.items():
             self.tensors.setdefault(tied.get(name, name), tensor)
         self._check_shapes(model)
-        self.notes = tuple(self._find_notes(model, path))
+        added = () if isinstance(source, Path) else source.find_added(model)
+        self.notes = tuple(self._find_notes(model, path, frozenset(added)))
 
     def _match_by_name(self, model: nn.Module, tied: Mapping[str, str]) -> dict[str, PretrainedTensor]:
         own = named_tensors(model)
@@ -88,8 +89,9 @@ class PretrainedWeights:
             if shape != tuple(own[name].shape):
                 raise TaskError(f"{file}: {key} has shape {shape}, the model's has {tuple(own[name].shape)}")
 
-    def _find_notes(self, model: nn.Module, path: Path) -> list[str]:
-        parameters = [name for name, _ in model.named_parameters()]
+    def _find_notes(self, model: nn.Module, path: Path, added: frozenset[str]) -> list[str]:
+        """Return what users should know. added: parameters that files of weights never have."""
+        parameters = [name for name, _ in model.named_parameters() if name not in added]
         missing = [name for name in parameters if name not in self.tensors]
         used = {key for tensor in self.tensors.values() for key in tensor.keys}
         unused = [key for key in self._files if key not in used]
