@@ -98,6 +98,31 @@ def test_engine_overhead_replaces_collective_latency() -> None:
     assert "engines" not in {part.name for part in alone.time.parts}
 
 
+def data_parallel_s(cluster: Cluster, plan: str, ranks: int) -> float:
+    parts = predict(FACTS, parse(plan), cluster, 16, FLOAT32, ranks).time.parts
+    return sum(part.value for part in parts if part.name == "data parallel")
+
+
+@pytest.mark.parametrize(("ranks", "moved"), [(2, 5), (4, 11), (8, 23)])
+def test_ranks_of_one_machine_average_through_memory(ranks: int, moved: int) -> None:
+    """Each rank copies its gradients (2), adds two ranks (3), and each further rank (3), at its share of the
+    bandwidth of the memory."""
+    found = data_parallel_s(machine(), "ddp", ranks)
+    rate = device_rates(machine(), ranks=ranks).memory_Bps
+    assert found == pytest.approx(moved * 4 * FACTS.params / rate)
+    assert found == data_parallel_s(machine(), "zero1", ranks)
+
+
+def test_other_ranks_average_through_links() -> None:
+    fast, slow = machine(), machine()
+    slow = slow.model_copy(
+        update={"links": (slow.links[0].model_copy(update={"beta_Bps": Fact(value=1e6, source="measured")}),)}
+    )
+    for plan, ranks in (("zero2", 2), ("ddp", 16), ("dp=2,tp=2", 4)):
+        assert data_parallel_s(slow, plan, ranks) > 2 * data_parallel_s(fast, plan, ranks), plan
+    assert data_parallel_s(slow, "ddp", 2) == data_parallel_s(fast, "ddp", 2)
+
+
 def test_pipeline_on_shared_cores_has_no_bubble() -> None:
     crowded = machine(paces=measured(1, 1e-5)).model_copy(update={"cores_per_node": 1})
     parts = {

@@ -88,11 +88,6 @@ class PreflightContext:
         """The plan on the ranks of the job."""
         return self.plan.resolve(self.job.ranks)
 
-    @property
-    def has_updates(self) -> bool:
-        """Whether a step of the task has several updates, which no prediction knows."""
-        return type(self.task).updates is not tasks.Task.updates
-
     @cached_property
     def facts(self) -> ModelFacts:
         from paceline.training.model_facts.describe import describe

@@ -29,14 +29,8 @@ START_S = 30.0  # rounded: start the ranks of a job, import torch, build the mod
 SLURM_BYTES = {"K": 2**10, "M": 2**20, "": 2**20, "G": 2**30, "T": 2**40}
 
 
-NOT_PREDICTED = "the cost of a task with updates() is not predicted"
-
-
 def check_memory(context: PreflightContext) -> Results:
     """Compare the predicted peak memory of the rank that needs most with the limit."""
-    if context.has_updates:
-        yield "skipped", NOT_PREDICTED
-        return
     cluster, job = context.cluster, context.job
     if cluster.device.kind != "cpu" and (
         job.ranks_per_node > cluster.devices_per_node or job.nodes > cluster.nodes
@@ -179,9 +173,6 @@ def _find_soft_limits(quota: Quota, size_bytes: float, files: int) -> Iterator[s
 
 def check_time(context: PreflightContext) -> Results:
     """Compare the predicted time of steps and saves with the time until a job must save and stop."""
-    if context.has_updates:
-        yield "skipped", NOT_PREDICTED
-        return
     limit_s = find_time_limit_s(context)
     try:
         step_s, error = context.cost.step_s, context.cost.time.error

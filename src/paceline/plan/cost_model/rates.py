@@ -11,6 +11,7 @@ from paceline.plan.comm_volume import RING_FACTORS
 from paceline.plan.cost_model.calibration import Calibration, fit_calibration
 from paceline.plan.cost_model.constants import (
     CONSTANTS,
+    MAX_SHARED_RANKS,
     Architecture,
     Constants,
     OverheadCosts,
@@ -149,6 +150,18 @@ class DeviceRates:
         rings = 0.0 if kind in SERIAL_HOPS else nodes * self.constants.step_s
         start = outside.alpha_s if outside.alpha_s is not None else self.constants.node_s + hops + rings
         return start + factor * size / beta
+
+    def shared_mean_s(self, size: float, ranks: int) -> float:
+        """Return the seconds in which ranks of one machine average S = `size` bytes through shared memory.
+
+        Each rank reads its bytes and writes them to shared memory, adds two ranks there and writes the sum,
+        and adds each further rank to it: `parallel/shared_exchange.py`.
+        """
+        return (2 + 3 * (ranks - 1)) * size / self.memory_Bps
+
+    def shares_memory(self, ranks: int, together: int) -> bool:
+        """Return whether these ranks, `together` of them in a node, exchange through shared memory."""
+        return self.op_times is not None and 2 <= ranks <= min(together, MAX_SHARED_RANKS)
 
     @property
     def across_Bps(self) -> float:

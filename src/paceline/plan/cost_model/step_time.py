@@ -101,9 +101,13 @@ def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, rates: Dev
         [memory_breakdown(facts, assigned, recipe, split.microbatch_key) for assigned, _ in stages],
         key=lambda breakdown: breakdown.trained,
     )
-    parts |= _data_parts(assignment, split, recipe, rates, busiest, own)
-    parts["engines"] = engines_s(assignment, split, rates)
-    parts["optimizer"] = _optimizer_s(assignment, split, recipe, rates, own)
+    data = _data_parts(assignment, split, recipe, rates, busiest, own)
+    if split.zero >= 2:  # each pass gathers and scatters all weights
+        parts |= {name: seconds * facts.passes for name, seconds in data.items()}
+    else:
+        parts |= {name: seconds * facts.updates for name, seconds in data.items()}
+    parts["engines"] = engines_s(assignment, split, rates) * facts.passes
+    parts["optimizer"] = _optimizer_s(assignment, split, recipe, rates, own) * facts.updates
     parts["jitter"] = rates.constants.jitter * sum(parts.values())
     peak = next(
         (rates.peaks[dtype] for dtype in (recipe.dtype, "bf16", "fp16", "fp32") if dtype in rates.peaks),
@@ -432,7 +436,12 @@ def _data_parts(
         )
 
     if split.zero <= 1 or (split.zero == 2 and not recipe.at_rest):
-        averaging = exposed(call("all-reduce", recipe.reduce, group), backward)
+        # Through shared memory, all ranks of the world average, and the thread of the backward pass waits.
+        averaging = (
+            rates.shared_mean_s(own.trained * recipe.reduce, ranks)
+            if split.zero <= 1 and ranks == split.ranks and rates.shares_memory(*group)
+            else exposed(call("all-reduce", recipe.reduce, group), backward)
+        )
         gathering = call("all-gather", recipe.weight, group) if split.zero else 0.0
         if (
             split.zero == 0 or not recipe.scattered

@@ -211,6 +211,8 @@ class ModelFacts:
     batch: default number of samples per step. source: counted, measured, or the origin of the numbers.
     slower: measured computing time of a real step relative to the prediction. Compared by identity, so that
     caches look it up fast.
+    passes: forward and backward passes of a step, if it has several updates. updates: how often a step
+    updates a parameter, on average. is_data_parallel_only: other axes cannot divide such a step.
     """
 
     name: str
@@ -227,6 +229,9 @@ class ModelFacts:
     batch: int | None = None
     source: str = "few numbers"
     slower: float = 1.0
+    passes: float = 1.0
+    updates: float = 1.0
+    is_data_parallel_only: bool = False
 
     def parts(self) -> Iterator[tuple[BlockFacts, int]]:
         yield self.first, 1

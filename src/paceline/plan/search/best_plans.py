@@ -101,6 +101,11 @@ def find_best_plans(
 
 
 def _check_plan(facts: ModelFacts, plan: Plan) -> None:
+    if facts.is_data_parallel_only and (plan.tp * plan.pp * plan.cp > 1 or plan.is_asynchronous):
+        raise PlanError(
+            f"plan {plan}: updates() of {facts.name} runs several optimizers in a step, which this plan does "
+            "not support; use single, ddp, zero1, zero2, zero3 or hsdp"
+        )
     if plan.tp not in facts.tp_degrees:
         if len(facts.tp_degrees) == 1:
             raise PlanError(

@@ -203,10 +203,13 @@ def enumerate_splits(facts: ModelFacts, ranks: int, per_node: int, batch: int) -
         if ranks % tp or tp > per_node:
             continue
         for pp in _divisors(ranks // tp):
+            if facts.is_data_parallel_only and pp > 1:
+                continue
             for cp in _divisors(ranks // (tp * pp)):
                 dp = ranks // (tp * pp * cp)
                 if (
                     batch % dp
+                    or (cp > 1 and facts.is_data_parallel_only)
                     or (cp > 1 and (facts.sequence is None or facts.sequence < 2 * cp))
                     or pp > facts.blocks
                 ):

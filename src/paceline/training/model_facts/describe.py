@@ -1,8 +1,9 @@
 """ModelFacts of a task, counted in one forward pass that computes only shapes."""
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -17,12 +18,15 @@ from paceline.parallel.forward import call_loss, call_model
 from paceline.parallel.tensor.styles import STYLES
 from paceline.plan.model.facts import BlockFacts, LiveBytes, ModelFacts, TensorVolume
 from paceline.plan.model.operations import Operation
+from paceline.plan.model.passes import PassFacts, combine_passes
 from paceline.plan.plan import Plan, ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task, load_task
 from paceline.training.model_facts.live_memory import LiveMemory, measure_live_memory
 from paceline.training.model_facts.op_counter import FIRST, LAST, BlockCount, OpCounter
+from paceline.training.read_updates import assign_parameters, read_updates, task_of
 from paceline.training.weight_operations import find_averaged_share, read_operations
+from paceline.updates import Update
 from paceline.user_code import UserCode
 
 SAMPLES = 3  # BatchNorm requires more than one; a number that is rare in the shapes of weights
@@ -44,15 +48,48 @@ def describe(spec: Spec, task: Task | None = None) -> ModelFacts:
     from paceline.training.model_analysis import build_meta_model
 
     task = task if task is not None else load_task(spec.task, spec.set)
-    if type(task).updates is not Task.updates:
-        raise PlanError(
-            f"the cost of a step with updates() of {type(task).__name__} is not predicted; specify a plan, "
-            "such as --plan ddp"
-        )
+    updates = read_updates(task, ResolvedPlan(), spec.precision)
     batch = example_batch(spec.model_copy(update={"batch": SAMPLES}), task, ResolvedPlan())
     model = build_meta_model(spec, task).model
     averaged = find_averaged_share(read_operations(task, ResolvedPlan(), spec.optimizer), model)
-    return replace(describe_model(model, task, batch, SAMPLES), averaged=averaged)
+    facts = (
+        _describe_updates(model, task, updates, batch)
+        if updates
+        else describe_model(model, task, batch, SAMPLES)
+    )
+    return replace(facts, averaged=averaged)
+
+
+def _describe_updates(model: nn.Module, task: Task, updates: Sequence[Update], batch: Batch) -> ModelFacts:
+    """Return the facts of a step that runs all updates as often as the mean of many steps."""
+    names = assign_parameters(updates, model)
+    joint = [update for update in updates if update.loss is None]
+    passes = []
+    for together in [joint] * bool(joint) + [[update] for update in updates if update.loss is not None]:
+        own = {name for update in together for name in names[update.name]}
+        with _trains_only(model, own):
+            facts = describe_model(model, task_of(task, together[0]), batch, SAMPLES)
+        rate = together[0].repeat / min(update.every for update in together)
+        trained = sum(parameter.numel() for name, parameter in model.named_parameters() if name in own)
+        passes.append(PassFacts(facts, rate, trained))
+    return combine_passes(passes)
+
+
+@contextlib.contextmanager
+def _trains_only(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Freeze all other parameters in this context, as the pass of an update does."""
+    frozen = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and name not in names
+    ]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
 
 
 def describe_model(model: nn.Module, task: Task, batch: Batch, samples: int) -> ModelFacts:

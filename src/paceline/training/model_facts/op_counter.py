@@ -173,9 +173,11 @@ class OpCounter(TorchDispatchMode):
             return result
         part.kernels += 1
         if product := _find_product(packet, args, results[0]):
-            product = replace(
-                product, first=not tensors[-2 if packet is not ATEN.convolution else 0].requires_grad
+            inputs, weight = tensors[:2] if packet is ATEN.convolution else tensors[-2:]
+            is_frozen = storage_id(weight) in self.owner and not (
+                weight.requires_grad and torch.is_grad_enabled()
             )
+            product = replace(product, first=not inputs.requires_grad, frozen=is_frozen)
             style = self.styles.get(self.running[-1]) if self.running else None
             cut = STYLES[style].product_split if style is not None else None
             part.products.append(replace(product, cut=cut))
