@@ -4,13 +4,14 @@
 
 Three things alternate in the same ranks, a block of steps each:
 
-* whole: steps of examples/contrastive.py under ddp, whose loss is that of the whole global batch;
+* whole: steps of an example under ddp, whose loss is that of the whole global batch;
 * encoder: the same steps with a loss of the samples of each rank that costs almost nothing: the sum of their
   embeddings, each multiplied by a constant;
 * loss: the loss of the whole global batch, forward and backward, with respect to embeddings that each rank
   already has. Each rank computes it as one process does: nothing is gathered.
 
-The cost of `global_loss` is what `whole` takes longer than `encoder` and `loss` together.
+The cost of `global_loss` is what `whole` takes longer than `encoder` and `loss` together. The examples are
+examples/clip.py with its sizes, and the small examples/contrastive.py with --width.
 """
 
 import statistics
@@ -30,42 +31,47 @@ from paceline.task import load_task
 from paceline.training.ddp_warmup import warm_up_ddp
 from paceline.training.setup import build_training
 
-EXAMPLE = f"{Path(__file__).parents[1] / 'examples/contrastive.py'}:Contrastive"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 CPU = torch.device("cpu")
-BATCHES = (128, 256)  # global
-BLOCK = 20  # steps
+CLIP, CONTRASTIVE = "clip.py:Clip", "contrastive.py:Contrastive"
+CASES = ((CLIP, 64, 4), (CONTRASTIVE, 128, 20), (CONTRASTIVE, 256, 20))  # batch: global; steps of a block
 
 
 class EncoderOnly(Task):
-    """The example with almost no loss."""
+    """An example with almost no loss."""
 
+    example: str
     width: int
 
     def model(self) -> Any:
-        return load_example(self.width).model()
+        return load_example(self.example, self.width).model()
 
     def inputs(self, batch: list[Tensor]) -> list[Tensor]:
         return batch
 
     def dataset(self, split: str) -> Any:
-        return load_example(self.width).dataset(split)
+        return load_example(self.example, self.width).dataset(split)
 
     def loss(self, output: tuple[Tensor, Tensor, Tensor], batch: list[Tensor]) -> Tensor:
         first, second, scale = output
         return (first.sum() - second.sum()) * scale
 
 
-def load_example(width: int) -> Any:
-    return load_task(EXAMPLE, {"width": width})
+def load_example(name: str, width: int) -> Any:
+    return load_task(f"{EXAMPLES}/{name}", {"width": width} if name == CONTRASTIVE else {})
+
+
+def read_batch(task: Task, indices: range) -> list[Tensor]:
+    samples: Any = task.dataset("train")
+    return [torch.stack(part) for part in zip(*(samples[index] for index in indices), strict=True)]
 
 
 def build_step(task: Task, batch: int) -> Callable[[], Any]:
     world = read_world()
     prepared = build_training(Spec(batch=batch), Plan().resolve(world.size), world, task, CPU)
-    samples: Any = task.dataset("train")
     torch.manual_seed(world.rank)
     own = range(world.rank * batch // world.size, (world.rank + 1) * batch // world.size)
-    views = [torch.stack(view) for view in zip(*(samples[index] for index in own), strict=True)]
+    views = read_batch(task, own)
     prepared.step.model = warm_up_ddp(prepared.step, views)
     return lambda: prepared.step([views], 1, 1.0)
 
@@ -73,37 +79,38 @@ def build_step(task: Task, batch: int) -> Callable[[], Any]:
 def build_loss(task: Any, batch: int) -> Callable[[], Any]:
     """Return a function that computes the loss of a global batch and its gradients."""
     torch.manual_seed(0)
+    whole = read_batch(task, range(batch))
     # Of unit length, as the encoder's: the softmax of larger products has slow, denormal numbers.
     views = (torch.nn.functional.normalize(torch.randn(batch, task.width), dim=-1) for _ in range(2))
     embedded = [view.requires_grad_() for view in views]
     leaves = [*embedded, torch.tensor(5.0, requires_grad=True)]
-    return lambda: torch.autograd.grad(task.global_loss(tuple(leaves), []), leaves)
+    return lambda: torch.autograd.grad(task.global_loss(tuple(leaves), whole), leaves)
 
 
 def run_rank(rounds: int, width: int) -> None:
     keep_freed_memory()  # as trainings do
-    example = load_example(width)
-    for batch in BATCHES:
+    for name, batch, block in CASES:
+        example = load_example(name, width)
         parts = {
             "whole": build_step(example, batch),
-            "encoder": build_step(EncoderOnly(width=width), batch),
+            "encoder": build_step(EncoderOnly(example=name, width=width), batch),
             "loss": build_loss(example, batch),
         }
         for run in [*parts.values()] * 2:  # the warm-up
-            turns.time_block(run, BLOCK)
-        times_s: dict[str, list[float]] = {name: [] for name in parts}
+            turns.time_block(run, block)
+        times_s: dict[str, list[float]] = {part: [] for part in parts}
         for index in range(rounds):
-            for name in list(parts)[:: 1 if index % 2 else -1]:
-                times_s[name].append(turns.time_block(parts[name], BLOCK))
+            for part in list(parts)[:: 1 if index % 2 else -1]:
+                times_s[part].append(turns.time_block(parts[part], block))
         costs = [
             whole / (encoder + loss) - 1
-            for whole, encoder, loss in zip(*(times_s[name] for name in parts), strict=True)
+            for whole, encoder, loss in zip(*(times_s[part] for part in parts), strict=True)
         ]
         low, median, high = statistics.quantiles(costs, n=4)
-        described = ", ".join(f"{name} {1e3 * statistics.median(times_s[name]):.2f} ms" for name in parts)
+        described = ", ".join(f"{part} {1e3 * statistics.median(times_s[part]):.2f} ms" for part in parts)
         turns.print_on_rank_0(
-            f"width {width}, batch {batch}: {described}; global_loss costs {median:.1%}"
-            f" ({low:.1%} to {high:.1%}) of a step"
+            f"{name.partition('.')[0]}, width {example.width}, batch {batch}: {described}; global_loss costs "
+            f"{median:.1%} ({low:.1%} to {high:.1%}) of a step"
         )
 
 

@@ -63,6 +63,7 @@ def test_page_lists_each_example_and_examples_are_short():
         pytest.param("image_classification.py", "accuracy", 0.3, marks=pytest.mark.slow),
         ("lstm.py", None, None),
         pytest.param("contrastive.py", "alignment", 0.5, marks=pytest.mark.slow),
+        pytest.param("clip.py", None, None, marks=pytest.mark.slow),
         ("gan.py", None, None),
         pytest.param(
             "hugging_face.py", "right", -1.0, marks=pytest.mark.slow
