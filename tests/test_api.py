@@ -31,6 +31,7 @@ FUNCTIONS = {
     "describe": "spec task=None",
     "setup": "model optimizer=None plan=None *layout=None *whole=() *unused_parameters=False *run=None"
     " *monitor=1.0",
+    "tune": "space metric=min loss *trials=None *sampler=random *seed=0 *journal=None",
     "spawn": "function ranks args *timeout_s=None",
     "evaluate": "run split=validation checkpoint=last *ranks=None *plan=None *batch=None *device=None",
     "predict": "run files=() out=predictions.jsonl checkpoint=last *split=None *ranks=None *plan=None"

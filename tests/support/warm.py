@@ -26,7 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from paceline.launch.fork_server import ROOM, ROOM_BYTES, Forked, ForkServer, adopt_descendants
+from paceline.launch import fork_server
+from paceline.launch.fork_server import ROOM, ROOM_BYTES, Forked, adopt_descendants
 from paceline.launch.spawn import Child
 
 # This variable finds all processes that a command started, even if they have another parent by now.
@@ -35,6 +36,7 @@ MARK_BYTES = 32
 MAX_REQUEST_BYTES = 2**17
 # Commands that may start a fork server
 WITH_RANKS = (
+    "tune",
     "train",
     "resume",
     "verify",
@@ -252,15 +254,15 @@ def _prepare_fork_server(at: str) -> None:
     """Fork a process that becomes the fork server of this command, or ends with it."""
     mine, pid = _fork(_become_fork_server, at)
 
-    start_new_process = ForkServer._start_process
+    start_new_process = fork_server._start_process
 
     def start_process(words: Sequence[str], environ: Mapping[str, str], remote: int, log: int) -> Child:
-        ForkServer._start_process = staticmethod(start_new_process)  # type: ignore[method-assign]
+        fork_server._start_process = start_new_process
         with mine:
             socket.send_fds(mine, [json.dumps([words, dict(environ)]).encode()], [remote, log])
         return Forked(pid)
 
-    ForkServer._start_process = staticmethod(start_process)  # type: ignore[method-assign]
+    fork_server._start_process = start_process
 
 
 def _become_fork_server(requests: socket.socket, at: str) -> NoReturn:
@@ -268,6 +270,7 @@ def _become_fork_server(requests: socket.socket, at: str) -> NoReturn:
 
     from paceline import cli
     from paceline.launch import rank_pool
+    from paceline.tuning import trial_process
 
     with requests:
         request, files, *_ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 2)
@@ -279,7 +282,8 @@ def _become_fork_server(requests: socket.socket, at: str) -> NoReturn:
     os.close(log)
     if "OMP_NUM_THREADS" in environ:
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # a new process would read the variable
-    main = cli.main if module == "paceline" else rank_pool.main
+    mains = {"paceline.launch.rank_pool": rank_pool.main, "paceline.tuning.trial_process": trial_process.main}
+    main = mains.get(module, cli.main)
     _run(main, [sys.argv[0], *words, str(remote)], at, environ)
 
 

@@ -17,6 +17,7 @@ from paceline.version import __version__
 TRAINING = (
     "train",
     "resume",
+    "tune",
     "rank",
     "agent",
     "launcher",
@@ -32,6 +33,7 @@ PANELS = {
         "evaluate": "Compute loss and metrics of a checkpoint on a split, as the training does.",
         "predict": "Write what a checkpoint predicts for each sample, a line of JSON for each.",
         "generate": "Write texts with the language model of a run of hf:FOLDER.",
+        "tune": "Search hyper-parameters and architectures.",
         "export": "Write the weights, the whole model or the adapters of a run.",
     },
     "Plan": {
@@ -59,7 +61,7 @@ PANELS = {
     },
     "Inspect": {
         "watch": "Show runs in the browser, live.",
-        "show": "Show what happened in a run.",
+        "show": "Show what happened in a run, or the results of a study.",
         "report": "Write a report of runs as one HTML file that opens without a network.",
         "profile": "Show where the time and memory of a run went, next to the predicted values.",
         "diff": "Name the first step and tensor in which two runs differ.",

@@ -5,9 +5,36 @@ from typing import Annotated
 
 import typer
 
+from paceline.errors import SpecError
 
-def show(run: Annotated[Path, typer.Argument(help="Folder of the run")]) -> None:
-    """Show what happened in a run."""
+
+def show(
+    run: Annotated[Path, typer.Argument(help="Folder of the run, or of a study of tune")],
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all trials of a study to this CSV file.")
+    ] = None,
+    optuna: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a study to this new journal file, for optuna-dashboard."),
+    ] = None,
+) -> None:
+    """Show what happened in a run, or the results of a study."""
+    from paceline.tuning.folder import is_study
+
+    if is_study(run):
+        from paceline.cli.show_study import show_study
+
+        show_study(run, csv, optuna)
+        return
+    if csv is not None or optuna is not None:
+        raise SpecError(
+            f"{'--csv' if csv is not None else '--optuna'} writes the trials of a study, and {run} is not a "
+            "study; leave it out"
+        )
+    _show_run(run)
+
+
+def _show_run(run: Path) -> None:
     from rich.console import Console
 
     from paceline.report.run_state import describe_run

@@ -90,7 +90,7 @@ def _become_rank(request: bytes, log: int, go: int) -> None:
     os.setsid()
     os.dup2(log, 2)
     os.close(log)
-    for item in os.fsdecode(request).split("\0"):
+    for item in filter(None, os.fsdecode(request).split("\0")):
         name, _, value = item.partition("=")
         os.environ[name] = value
     _publish_environment(request)

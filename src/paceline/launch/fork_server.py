@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from paceline.launch.spawn import (
     Child,
@@ -87,30 +87,47 @@ class Forked:
             os.kill(self.pid, sig)
 
 
-class ForkServer:
-    """A process that forks itself on request.
+class ServerProcess(NamedTuple):
+    """A process that has become a fork server, and the socket to it."""
+
+    socket: socket.socket
+    process: Child
+
+
+def make_sockets() -> tuple[socket.socket, socket.socket]:
+    """Return connected sockets for a fork server and the process that requests forks."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def start_server(words: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> ServerProcess:
+    """Start Python as a fork server.
 
     words: the arguments with which Python becomes the fork server (see `fork_ranks.serve`). The descriptor of
         a socket is added to them.
     environ: its environment.
     log: the file for its standard error.
     """
+    own, remote = make_sockets()
+    with remote:
+        return ServerProcess(own, _start_process(words, environ, remote.fileno(), log.fileno()))
 
-    def __init__(self, words: Sequence[str], environ: Mapping[str, str], log: IO[bytes]):
-        self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with remote:
-            self._process = self._start_process(words, environ, remote.fileno(), log.fileno())
+
+def _start_process(words: Sequence[str], environ: Mapping[str, str], remote: int, log: int) -> Child:
+    return subprocess.Popen(
+        [sys.executable, *words, str(remote)],
+        env={ROOM: "-" * ROOM_BYTES, **environ},
+        stderr=log,
+        pass_fds=[remote],
+        start_new_session=True,
+    )
+
+
+class ForkServer:
+    """A process that forks itself on request."""
+
+    def __init__(self, server: ServerProcess):
+        self._socket, self._process = server
         self._is_ready: bool | None = None
-
-    @staticmethod
-    def _start_process(words: Sequence[str], environ: Mapping[str, str], remote: int, log: int) -> Child:
-        return subprocess.Popen(
-            [sys.executable, *words, str(remote)],
-            env={ROOM: "-" * ROOM_BYTES, **environ},
-            stderr=log,
-            pass_fds=[remote],
-            start_new_session=True,
-        )
 
     @property
     def pid(self) -> int:
@@ -166,20 +183,13 @@ class ForkServer:
 class RankForkServer(ForkServer):
     """Starts the ranks of a run by forking, or by `spawn` if forking is not possible.
 
-    task_file, model_folder: see `build_rank_arguments`.
+    task_file: a task that another process sent (see `launch.sent_task`).
     """
 
     node = "localhost"
 
-    def __init__(
-        self,
-        run: Path,
-        environ: Mapping[str, str],
-        log: IO[bytes],
-        task_file: Path | None = None,
-        model_folder: str | None = None,
-    ):
-        super().__init__(build_rank_arguments(run, task_file, model_folder), environ, log)
+    def __init__(self, server: ServerProcess, task_file: Path | None = None):
+        super().__init__(server)
         self._task_file = task_file
 
     def start(self, run: Path, environ: Mapping[str, str], log: Path) -> RankProcess:
@@ -202,7 +212,9 @@ def fork_server(run: RunFolder, ranks: int, task_file: Path | None = None) -> It
     run.ranks.mkdir(exist_ok=True)
     with (
         open(run.ranks / LOG, "wb") as log,
-        contextlib.closing(RankForkServer(run.path, environ, log, task_file)) as server,
+        contextlib.closing(
+            RankForkServer(start_server(build_rank_arguments(run.path, task_file), environ, log), task_file)
+        ) as server,
     ):
         yield server
 
@@ -228,7 +240,8 @@ def early_fork_server(spec: Spec, launch: Launch, path: Path) -> Iterator[RankFo
         yield None
         return
     try:
-        with log, contextlib.closing(RankForkServer(path, environ, log, None, folder)) as server:
+        words = build_rank_arguments(path, None, folder)
+        with log, contextlib.closing(RankForkServer(start_server(words, environ, log))) as server:
             yield server
     finally:
         early_log.unlink(missing_ok=True)

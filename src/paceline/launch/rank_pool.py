@@ -30,7 +30,7 @@ import torch.distributed as dist
 from paceline.distributed.network_interface import use_loopback
 from paceline.distributed.store import LOOPBACK, open_store
 from paceline.errors import Error, RankError
-from paceline.launch.fork_server import Forked, ForkServer, is_safe
+from paceline.launch.fork_server import Forked, ForkServer, is_safe, start_server
 from paceline.launch.launchers import check_count
 from paceline.launch.spawn import Child
 from paceline.units import numbered
@@ -56,7 +56,7 @@ class _SharedForkServer:
             environ = {"OPENBLAS_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             if self._server is None and is_safe(environ):
                 with tempfile.TemporaryFile() as log:
-                    self._server = ForkServer((*WORDS, "fork"), environ, log)
+                    self._server = ForkServer(start_server((*WORDS, "fork"), environ, log))
 
     def release(self) -> None:
         """End the server if no other pool uses it."""

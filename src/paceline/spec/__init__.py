@@ -8,7 +8,7 @@ from paceline.spec.launch import Launch, parse_monitor
 from paceline.spec.loading import Loading, MixtureWeights
 from paceline.spec.messages import abbreviate, describe_error, suggest
 from paceline.spec.optimizer import Optimizer, ParamGroup
-from paceline.spec.request import build, load, load_own, save
+from paceline.spec.request import apply_overrides, build, load, load_own, save
 from paceline.spec.saving import Save, Stop
 from paceline.spec.schedule import SCHEDULE_OWNERS, Schedule
 from paceline.spec.toml_values import (
@@ -40,6 +40,7 @@ __all__ = [
     "Stop",
     "Value",
     "abbreviate",
+    "apply_overrides",
     "build",
     "check_printable",
     "check_same_value",

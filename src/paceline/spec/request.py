@@ -76,6 +76,12 @@ def _has(tree: Any, path: list[str]) -> bool:
 
 
 def _build_with(tree: dict[str, Any], overrides: Mapping[str, Any]) -> tuple[Spec, Launch]:
+    apply_overrides(tree, overrides)
+    return build(tree)
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Set values of nested tables by dotted key; None removes a key. Raises SpecError."""
     for key, value in overrides.items():
         *parents, leaf = key.split(".", -1 if key.startswith("set.") else 1)
         node = tree
@@ -87,7 +93,6 @@ def _build_with(tree: dict[str, Any], overrides: Mapping[str, Any]) -> tuple[Spe
             node.pop(leaf, None)
         else:
             node[leaf] = value
-    return build(tree)
 
 
 def build(tree: Mapping[str, Any]) -> tuple[Spec, Launch]:

@@ -1,0 +1,255 @@
+"""The controller of a study: asks the sampler, starts trials, and writes what happens to the journal."""
+
+import contextlib
+import re
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline import events
+from paceline.errors import PlanError, RunError, SpecError
+from paceline.events import Evaluated
+from paceline.launch.signals import Interrupt
+from paceline.run import RunFolder, create
+from paceline.spec import Launch, Spec, suggest
+from paceline.tuning.definition import StudyDefinition
+from paceline.tuning.executor import POLL_S, Executor, RunningTrial
+from paceline.tuning.folder import StudyFolder
+from paceline.tuning.journal import (
+    Finished,
+    JournalWriter,
+    Launched,
+    Reached,
+    StudyState,
+    Suggested,
+    Trial,
+    read_state,
+)
+from paceline.tuning.outcome import describe_failure, is_trained, read_metrics
+from paceline.tuning.placement import Placement, RefusedTrial
+from paceline.tuning.quantities import PREFIX
+from paceline.tuning.samplers import SAMPLERS
+from paceline.tuning.schedulers import choose_trial, find_rung, is_at_end, list_shares
+
+IDENTICAL_FAILURES = 3  # in a row end a study
+REFUSED_IN_A_ROW = 50
+CHECK_S = 0.5  # between looks at the first evaluation
+LOCK_S = 0.5  # for another controller to end
+Report = Callable[[StudyState, Trial], None]  # called when a trial is over
+
+
+class Controller:
+    """Runs the trials of a study until all are over, or it is asked to stop.
+
+    A context manager, which holds the lock of the study. Raises RunError if another controller holds it.
+    """
+
+    def __init__(self, folder: StudyFolder, definition: StudyDefinition, report: Report):
+        self._folder, self._definition, self._report = folder, definition, report
+        self._is_metric_known = False
+        self._checked = 0.0
+        self._begin: dict[int, int] = {}  # position of the first event of the training of a trial
+
+    def __enter__(self) -> "Controller":
+        with contextlib.ExitStack() as on_error:
+            self._lock = on_error.enter_context(_lock(self._folder))
+            self.state = read_state(self._folder.journal)
+            self._journal = JournalWriter(self._folder.journal)
+            on_error.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._journal.close()
+        self._lock.close()
+
+    def run(self, executor: Executor) -> bool:
+        """Run the trials. Return whether all of them are over; False after a request to stop.
+
+        Raises SpecError for a metric that the task does not have, and RunError if trials fail identically.
+        """
+        with Interrupt() as interrupt, executor:
+            while not interrupt.is_requested:
+                for running, status in executor.collect():
+                    self._conclude(running, status)
+                while (number := self._choose_next(executor)) is not None:
+                    if not self._start(executor, number):
+                        break
+                if not executor.running:
+                    self._end_paused()
+                    return True
+                self._check_first_evaluation(executor)
+                time.sleep(POLL_S)
+        return False
+
+    def _end_paused(self) -> None:
+        """Mark the trials that were not promoted as pruned."""
+        for trial in self.state.trials.values():
+            if not trial.is_over:
+                samples = trial.stages[-1].samples
+                self._finish(trial, "pruned", f"not promoted after {samples:,} samples")
+
+    def _write(self, event: Any) -> None:
+        self._journal.write(event)
+        self.state.apply(event)
+
+    def _choose_next(self, executor: Executor) -> int | None:
+        """Return the trial to start now, or None."""
+        search = self._definition.search
+        least = 1 if search.ranks_per_trial == "auto" else search.ranks_per_trial
+        if len(executor.free) < least:
+            return None
+        return choose_trial(search, self._definition.objectives, self.state, executor.running)
+
+    def _start(self, executor: Executor, number: int) -> bool:
+        """Start or refuse a trial. Return False if it has to wait for ranks."""
+        search = self._definition.search
+        if number not in self.state.trials:
+            values = SAMPLERS[search.sampler](self._definition, self.state, number)
+            self._write(Suggested(trial=number, values=values))
+        trial = self.state.trials[number]
+        try:
+            placement = self._place(trial)
+            if placement.ranks > len(executor.free):
+                return False
+            spec, launch = self._build_request(trial, placement, executor.threads)
+        except (RefusedTrial, SpecError, PlanError) as error:  # SpecError: values that contradict each other
+            self._finish(trial, "refused", str(error))
+            self._check_refusals()
+            return True
+        run = prepare_run(self._folder.run(number), spec, launch)
+        if is_trained(run, spec):  # the controller was killed before it wrote this down
+            self._finish_trained(trial, run, 0.0)
+            return True
+        self._begin[number] = events.end(run.events)
+        launched = Launched(
+            trial=number, ranks=placement.ranks, plan=placement.plan, predicted=dict(placement.predicted)
+        )
+        self._write(launched)
+        executor.start(number, run.path, self._folder.log(number), placement.ranks)
+        return True
+
+    def _place(self, trial: Trial) -> Placement:
+        """Return the ranks and the plan of a trial. Raises RefusedTrial."""
+        search = self._definition.search
+        if trial.ranks is not None:  # it continues as it started
+            return Placement(trial.ranks, trial.plan, trial.predicted)
+        if not self._definition.needs_prediction:
+            assert isinstance(search.ranks_per_trial, int)
+            return Placement(search.ranks_per_trial, None)
+        from paceline.tuning.prediction import check_bounds, choose_ranks, predict_trial
+
+        spec, launch = self._definition.build_request(trial.values)
+        if search.ranks_per_trial == "auto":
+            placement = choose_ranks(spec, launch, search.ranks)
+        else:
+            placement = predict_trial(spec, launch, search.ranks_per_trial)
+        check_bounds(self._definition.bounds, placement)
+        return placement
+
+    def _check_refusals(self) -> None:
+        """Raise RunError if only refused trials follow one another."""
+        last = list(self.state.trials.values())[-REFUSED_IN_A_ROW:]
+        if len(last) == REFUSED_IN_A_ROW and all(trial.state == "refused" for trial in last):
+            raise RunError(f"{REFUSED_IN_A_ROW} trials in a row were refused; the last: {last[-1].message}")
+
+    def _build_request(self, trial: Trial, placement: Placement, threads: int) -> tuple[Spec, Launch]:
+        """Return the request of the next stage of a trial.
+
+        There is no report and there are no samples of the machine unless they are requested.
+        """
+        request, shares = self._definition.request, list_shares(self._definition.search)
+        defaults = {"threads": threads, "report": False, "monitor": "off"}
+        overrides = {key: value for key, value in defaults.items() if key not in request}
+        overrides |= {"ranks": placement.ranks, "launcher": "local"}
+        if placement.plan is not None:
+            overrides["plan"] = placement.plan
+        if len(shares) > 1:
+            share = shares[find_rung(self._definition.search, trial)]
+            overrides |= self._definition.limit_length(trial.values, share)
+        return self._definition.build_request(trial.values, overrides)
+
+    def _conclude(self, running: RunningTrial, status: int) -> None:
+        trial, run = self.state.trials[running.number], self._folder.run(running.number)
+        if status == 0 and is_trained(run, run.request()[0]):
+            self._finish_trained(trial, run, time.monotonic() - running.started)
+            return
+        message = describe_failure(run, self._begin[trial.number], self._folder.log(trial.number), status)
+        self._finish(trial, "failed", message)
+        self._check_failures(trial)
+
+    def _finish_trained(self, trial: Trial, run: RunFolder, seconds: float) -> None:
+        samples, metrics = read_metrics(run)
+        self._check_metrics(metrics)
+        self._write(Reached(trial=trial.number, samples=samples, metrics=metrics, seconds=seconds))
+        missing = [goal.name for goal in self._definition.objectives if trial.metrics.get(goal.name) is None]
+        if missing:
+            self._finish(trial, "failed", f"{missing[0]} is not a finite number")
+        elif is_at_end(self._definition.search, trial):
+            self._finish(trial, "complete", "")
+
+    def _finish(self, trial: Trial, state: Any, message: str) -> None:
+        self._write(Finished(trial=trial.number, state=state, message=message))
+        self._report(self.state, trial)
+
+    def _check_first_evaluation(self, executor: Executor) -> None:
+        """Raise SpecError after the first evaluation of the study if it lacks a metric of the study."""
+        if self._is_metric_known or time.monotonic() < self._checked + CHECK_S:
+            return
+        self._checked = time.monotonic()
+        for number in executor.running:
+            for event in events.last(self._folder.run(number).events, Evaluated):
+                assert isinstance(event, Evaluated)
+                self._check_metrics({**event.metrics, "step_s": 0.0, "parameters": 0.0, "memory": 0.0})
+
+    def _check_metrics(self, metrics: dict[str, Any]) -> None:
+        for goal in self._definition.objectives:
+            if goal.name not in metrics and not goal.name.startswith(PREFIX):
+                names = [name for name in metrics if name not in ("step_s", "parameters", "memory")]
+                hint = suggest(goal.name, names) if names else "; the task has no validation split"
+                raise SpecError(f"--metric {str(goal)!r}: the evaluations have no {goal.name}{hint}")
+        self._is_metric_known = True
+
+    def _check_failures(self, trial: Trial) -> None:
+        """Raise RunError if the last trials that are over all failed with the same sentence."""
+        over = [other for other in self.state.trials.values() if other.is_over][-IDENTICAL_FAILURES:]
+        sentences = {_normalize(other.message) if other.state == "failed" else None for other in over}
+        if len(over) == IDENTICAL_FAILURES and len(sentences) == 1 and None not in sentences:
+            raise RunError(
+                f"{IDENTICAL_FAILURES} trials in a row failed with the same error, so the study stops: "
+                f"{trial.message.splitlines()[0]}"
+            )
+
+
+def _normalize(message: str) -> str:
+    """Return the sentence of a failure without what differs between trials: numbers and paths."""
+    return re.sub(r"[\d.]+|\S*/\S*", "#", message.splitlines()[0] if message else "")
+
+
+def _lock(folder: StudyFolder) -> Any:
+    """Lock a study. Raises RunError if another controller runs it."""
+    run = RunFolder(folder.path)
+    try:
+        return run.lock(LOCK_S)
+    except RunError:
+        raise RunError(
+            f"{folder.path} is already being run by {run.holder()}; wait for it or end it"
+        ) from None
+
+
+def prepare_run(run: RunFolder, spec: Spec, launch: Launch) -> RunFolder:
+    """Return the run folder of a trial with this request. An existing run keeps its checkpoints.
+
+    Raises RunError if ranks of an earlier controller still train it after 20 s.
+    """
+    if run.path.exists():
+        try:
+            earlier = run.request()
+        except (SpecError, OSError):  # its controller was killed while it created the folder
+            shutil.rmtree(run.path)
+        else:
+            run.lock().close()
+            if earlier != (spec, launch):
+                run.write_request(spec, launch)
+            return run
+    return create(run.path, spec, launch)

@@ -1,0 +1,290 @@
+"""StudyDefinition: what a study searches, as the file study.toml; the same format as a sweep file."""
+
+import copy
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from paceline.errors import Error, SpecError
+from paceline.files import write_whole
+from paceline.spec import (
+    DEFAULT_EPOCHS,
+    KEYS,
+    TABLES,
+    Launch,
+    Spec,
+    Value,
+    abbreviate,
+    apply_overrides,
+    build,
+    describe_error,
+    keys,
+    read_toml,
+    suggest,
+)
+from paceline.task import Task, build_task, load_task_class
+from paceline.tuning.objectives import StudyObjective
+from paceline.tuning.optuna_needs import NEEDS, check_sampler
+from paceline.tuning.quantities import PREFIX, QUANTITIES, Bound, parse_bound
+from paceline.tuning.space import Parameter, Space, build_space, parse_parameter
+
+# Options of `paceline train` by which a key of the request is known.
+SHORT_NAMES = {
+    "lr": "optimizer.lr",
+    "optimizer": "optimizer.name",
+    "clip": "optimizer.clip",
+    "schedule": "schedule.name",
+}
+# Keys that the study itself decides.
+LAUNCH_KEYS = {"run", "ranks", "nodes", "least_nodes", "launcher", "chosen", "asked", "asked_ranks"}
+OWN_KEYS = LAUNCH_KEYS | {"task", "set"}
+DEFAULT_TRIALS = 20
+
+
+class Search(Value):
+    """The table [tune]: how the space is searched."""
+
+    metrics: tuple[str, ...] = Field(
+        default=("min loss",), strict=False, description="objectives: min NAME or max NAME"
+    )
+    trials: int = Field(default=DEFAULT_TRIALS, ge=1, le=10**6, description="number of trials")
+    sampler: Literal["random", "grid", "quasi-random", "tpe", "gp", "cma-es", "nsga2"] = Field(
+        default="random", description="how values are chosen"
+    )
+    scheduler: Literal["none", "asha", "hyperband"] = Field(
+        default="none", description="which trials are trained to the whole length"
+    )
+    reduction: int = Field(
+        default=3, ge=2, le=100, description="of asha and hyperband: one of this many trials is promoted"
+    )
+    rungs: int = Field(
+        default=3,
+        ge=2,
+        le=20,
+        description="of asha and hyperband: lengths, each reduction times the one before",
+    )
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="seed of the sampler")
+    ranks: int = Field(default=1, ge=1, le=10**6, description="ranks that the trials share")
+    ranks_per_trial: int | Literal["auto"] = Field(
+        default=1, description="ranks of each trial; auto: the least number on which it is predicted to fit"
+    )
+    where: tuple[str, ...] = Field(
+        default=(), strict=False, description="conditions on predictions, such as memory<16GiB"
+    )
+
+    @field_validator("metrics")
+    @classmethod
+    def _metrics_have_directions(cls, metrics: tuple[str, ...]) -> tuple[str, ...]:
+        if not metrics:
+            raise ValueError("metrics must name at least one objective, such as 'max accuracy'")
+        for number, metric in enumerate(metrics):
+            direction, _, name = metric.partition(" ")
+            if direction not in ("min", "max") or not name or " " in name:
+                raise ValueError(f"metrics must be 'min NAME' or 'max NAME', got {abbreviate(metric)}")
+            if name in [other.partition(" ")[2] for other in metrics[:number]]:
+                raise ValueError(f"metrics has {name!r} twice; leave one out")
+        return metrics
+
+    @model_validator(mode="after")
+    def _schedulers_need_one_objective(self) -> Self:
+        if self.scheduler != "none" and len(self.metrics) > 1:
+            raise ValueError(
+                f"scheduler {self.scheduler} ranks trials by one objective, got {len(self.metrics)}; leave "
+                "one, or use --scheduler none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _trials_fit(self) -> Self:
+        if isinstance(self.ranks_per_trial, int) and not 1 <= self.ranks_per_trial <= self.ranks:
+            raise ValueError(
+                f"ranks_per_trial must be from 1 to ranks={self.ranks}, got {self.ranks_per_trial}; "
+                f"use --ranks {max(1, self.ranks_per_trial)}"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class StudyDefinition:
+    """A study: the request that all trials share, the space and how it is searched.
+
+    request: nested tables with the keys that were given, not their defaults.
+    ranges: the range of each parameter by name, as the user wrote it.
+    """
+
+    request: Mapping[str, Any]
+    ranges: Mapping[str, Any]
+    search: Search
+    space: Space
+
+    @property
+    def bounds(self) -> list[Bound]:
+        return [parse_bound(text) for text in self.search.where]
+
+    @property
+    def needs_prediction(self) -> bool:
+        """Whether trials are predicted before they start."""
+        is_objective = any(goal.name.startswith(PREFIX) for goal in self.objectives)
+        return bool(self.search.where) or is_objective or self.search.ranks_per_trial == "auto"
+
+    @property
+    def objectives(self) -> list[StudyObjective]:
+        parts = [metric.partition(" ") for metric in self.search.metrics]
+        return [StudyObjective("max" if direction == "max" else "min", name) for direction, _, name in parts]
+
+    def build_request(
+        self, values: Mapping[str, Any], overrides: Mapping[str, Any] = {}
+    ) -> tuple[Spec, Launch]:
+        """Return the request of a trial with these values of its parameters. Raises SpecError."""
+        tree = copy.deepcopy(dict(self.request))
+        apply_overrides(tree, self.space.to_overrides(values) | dict(overrides))
+        return build(tree)
+
+    def limit_length(self, values: Mapping[str, Any], share: float) -> dict[str, Any]:
+        """Return the overrides with which a trial trains only a share of its length.
+
+        Lengths are epochs, or samples if the request has steps, so that trials with different batches see
+        equally many samples. A schedule of the learning rate keeps the whole length.
+        """
+        from paceline.training.schedule import depends_on_length
+
+        spec, _ = self.build_request(values)
+        if spec.steps is None:
+            epochs = spec.epochs or DEFAULT_EPOCHS
+            length = {"epochs": epochs * share}
+            whole = f"{epochs:.6f} epochs"
+        else:
+            base, _ = build(self.request)
+            samples = spec.steps * base.batch
+            length = {"steps": max(1, math.ceil(samples * share / spec.batch))}
+            whole = f"{math.ceil(samples / spec.batch)} steps"
+        return length | ({"schedule.length": whole} if depends_on_length(spec.schedule) else {})
+
+    def check(self, kind: type[Task]) -> None:
+        """Build the request and the task at both ends of each parameter. Raises SpecError and TaskError."""
+        spec, _ = self.build_request({})
+        for parameter in self.space.parameters:
+            for value in parameter.extremes():
+                try:
+                    spec, _ = self.build_request({parameter.name: value})
+                    build_task(kind, spec.task, spec.set)
+                except Error as error:
+                    raise SpecError(
+                        f"--space {parameter.name}={parameter.describe_range()}: the value {value!r} is "
+                        f"impossible: {error}"
+                    ) from error
+
+    def write(self, path: Path) -> None:
+        """Write the definition as study.toml. Raises RunError."""
+        search = self.search.model_dump(exclude_none=True)
+        tree = {**self.request, "space": dict(self.ranges), "tune": search}
+        write_whole(path, tomli_w.dumps(tree))
+
+
+def define_study(
+    request: Mapping[str, Any], ranges: Mapping[str, Any], search: Mapping[str, Any]
+) -> StudyDefinition:
+    """Return the study of a request, the ranges of its parameters and the keys of [tune].
+
+    Imports the task. Raises SpecError and TaskError.
+    """
+    spec, _ = build(request)
+    kind = load_task_class(spec.task)
+    if not ranges:
+        raise SpecError("tune requires a parameter to search; add one, such as --space lr=log:1e-4:1e-1")
+    space = build_space([_read_parameter(name, text, spec.task, kind) for name, text in ranges.items()])
+    given = dict(search)
+    if given.get("sampler") == "grid":
+        count = space.count_grid()
+        if given.setdefault("trials", count) > count:
+            raise SpecError(f"the grid has {count} combinations, got --trials {given['trials']}; use fewer")
+    try:
+        checked = Search.model_validate(given)
+    except ValidationError as error:
+        raise SpecError(describe_error(error, list(Search.model_fields), "key of [tune]")) from error
+    for text in checked.where:
+        parse_bound(text)
+    for goal in checked.metrics:
+        name = goal.partition(" ")[2]
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in QUANTITIES:
+            raise SpecError(
+                f"--metric {goal!r}: nothing predicts it{suggest(name, [PREFIX + key for key in QUANTITIES])}"
+            )
+    if checked.sampler in NEEDS:
+        check_sampler(checked.sampler, len(checked.metrics))
+    definition = StudyDefinition(request, ranges, checked, space)
+    definition.check(kind)
+    return definition
+
+
+def read_definition(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the request, the ranges and the keys of [tune] of a study.toml or sweep file.
+
+    Raises SpecError.
+    """
+    tree = read_toml(path)
+    tables = []
+    for name in ("space", "tune"):
+        table = tree.pop(name, {})
+        if not isinstance(table, dict):
+            raise SpecError(f"{path}: {name} must be a table, got {abbreviate(table)}; write [{name}]")
+        tables.append(table)
+    ranges = dict(_flatten(tables[0]))
+    return tree, ranges, tables[1]
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> typing.Iterator[tuple[str, Any]]:
+    """Yield the entries of nested tables by dotted name, since TOML reads optimizer.lr as a table."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _read_parameter(name: str, text: Any, task: str, kind: type[Task]) -> Parameter:
+    key, annotation = _find_key(name, task, kind)
+    return parse_parameter(name, key, annotation, text)
+
+
+def _find_key(name: str, task: str, kind: type[Task]) -> tuple[str, Any]:
+    """Return the key of a request that a name stands for, and its type. Raises SpecError."""
+    fields = {field.name: field.type for field in dataclasses.fields(kind)}
+    request = {key.removeprefix("spec."): field.annotation for key, field in keys()}
+    if name in fields:
+        return f"set.{name}", _resolve_annotation(kind, name, fields[name])
+    plain = SHORT_NAMES.get(name, name.removeprefix("spec."))
+    if plain in OWN_KEYS:
+        raise SpecError(f"--space {name}: the study decides this key; leave it out")
+    if plain in request:
+        return plain, request[plain]
+    table, dot, _ = name.partition(".")
+    if dot and table in fields and table not in TABLES:  # a field of a table of the task
+        return f"set.{name}", None
+    known = [*fields, *SHORT_NAMES, *(key for key in KEYS if key in request)]
+    raise SpecError(
+        f"--space {name}: {task} has no such field, and a request no such key{suggest(name, known)}"
+    )
+
+
+def _resolve_annotation(kind: type[Task], name: str, annotation: Any) -> Any:
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return typing.get_type_hints(kind)[name]
+    except Exception:  # of the user's file: a name that exists only for type checkers
+        return {"int": int, "float": float}.get(annotation)
+
+
+def override_request(request: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request with other values of some keys."""
+    tree = copy.deepcopy(dict(request))
+    apply_overrides(tree, overrides)
+    return tree

@@ -1,0 +1,68 @@
+"""The outcome of a training of a trial, from the files of its run."""
+
+import math
+import statistics
+from pathlib import Path
+
+from paceline import events
+from paceline.events import Ended, Evaluated, Failed, Profiled, Started, Step
+from paceline.run import RunFolder
+from paceline.spec import Spec
+from paceline.tuning.journal import Metrics
+
+MEASURED_STEPS = 200  # last steps whose median is the step time
+
+
+def is_trained(run: RunFolder, spec: Spec) -> bool:
+    """Return whether the last training of a run reached the length of a request, or a metric ended it."""
+    found = events.last(run.events, Started, Ended)
+    if not found or not isinstance(ended := found[-1], Ended) or ended.reason == "stopped":
+        return False
+    started = next((event for event in found if isinstance(event, Started)), None)
+    return bool(ended.why) or (started is not None and ended.step >= spec.total_steps(started.samples))
+
+
+def read_metrics(run: RunFolder) -> tuple[int, Metrics]:
+    """Return the samples that a run has consumed, and the metrics of its last evaluation.
+
+    The measured quantities step_s (seconds), parameters and memory (bytes of the rank with peak memory, if
+    steps were profiled) are added.
+    """
+    metrics: Metrics = {}
+    samples = 0
+    batch = None
+    for event in events.last(run.events, Started, Evaluated, Ended, Profiled):
+        match event:
+            case Started():
+                metrics["parameters"] = float(event.parameters)
+                batch = event.batch
+            case Profiled():
+                metrics["memory"] = float(sum(event.memory.values()))
+            case Ended():
+                samples = event.step * (batch or 0)
+    if (step_s := _measure_step_s(run)) is not None:
+        metrics["step_s"] = step_s
+    for event in events.last(run.events, Evaluated):
+        if isinstance(event, Evaluated):
+            metrics |= {
+                name: value if math.isfinite(value) else None for name, value in event.metrics.items()
+            }
+    return samples, metrics
+
+
+def _measure_step_s(run: RunFolder) -> float | None:
+    _, recent = events.tail(run.events, events.Skipped())
+    steps = [event.step_s for event in recent if isinstance(event, Step)][-MEASURED_STEPS:]
+    return statistics.median(steps) if steps else None
+
+
+def describe_failure(run: RunFolder, begin: int, log: Path, status: int) -> str:
+    """Return the sentence that says why a training failed. begin: the position of its first event."""
+    for event in events.read(run.events, begin):
+        if isinstance(event, Failed) and event.what == "run" and not event.lost_peer:
+            return event.message
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    said = next(
+        (line.removeprefix("paceline: ") for line in reversed(lines) if line.startswith("paceline: ")), ""
+    )
+    return said or f"the launcher of the trial ended with exit status {status}; see {log}"

@@ -1,0 +1,106 @@
+"""Predict what a trial needs before it starts: memory, time, parameters, energy and price of a training.
+
+A trial that cannot fit is refused, or gets another plan or more ranks, before any process starts.
+"""
+
+import contextlib
+import functools
+
+from paceline.cluster.facts import Cluster
+from paceline.errors import DataError, PlanError
+from paceline.plan.cost_model.cost import Cost, compute_bill
+from paceline.plan.cost_model.framework_profiles import recipe_of_precision
+from paceline.plan.search.best_plans import find_best_plans
+from paceline.spec import Launch, Spec
+from paceline.task import Task, load_task
+from paceline.tuning.placement import Placement, RefusedTrial
+from paceline.tuning.quantities import Bound, format_quantity
+from paceline.user_code import UserCode
+
+
+@functools.cache
+def _load_cluster(device: str | None) -> Cluster:
+    from paceline.cluster import local_cluster
+
+    return local_cluster.load_cluster(device)
+
+
+def predict_trial(spec: Spec, launch: Launch, ranks: int) -> Placement:
+    """Return the placement of a trial on a number of ranks.
+
+    If its plan does not fit, it gets the fastest plan that fits. Raises RefusedTrial if none does, and the
+    Error of a task that cannot be described.
+    """
+    from paceline.training.auto_plan import shorten_plan
+    from paceline.training.model_facts.describe import describe
+
+    task = load_task(spec.task, spec.set)
+    facts = describe(spec, task)
+    cluster, recipe = _load_cluster(launch.device), recipe_of_precision(spec.precision)
+    plan = launch.plan or ("ddp" if ranks > 1 else "single")
+    if plan != "auto":
+        found = find_best_plans(facts, cluster, spec.batch, plan, recipe, ranks)
+        _, cost = found.plans[0]
+        if cost.memory.fits():
+            return Placement(ranks, None, _list_quantities(spec, task, facts.params, cost, cluster, ranks))
+    try:
+        best, cost = find_best_plans(facts, cluster, spec.batch, None, recipe, ranks).plans[0]
+    except PlanError as error:
+        raise RefusedTrial(str(error)) from error
+    chosen = str(shorten_plan(best, ranks))
+    return Placement(ranks, chosen, _list_quantities(spec, task, facts.params, cost, cluster, ranks))
+
+
+def choose_ranks(spec: Spec, launch: Launch, most: int) -> Placement:
+    """Return the placement on the least number of ranks on which a trial fits.
+
+    Few ranks per trial use the pool best: no time is lost to communication. Raises RefusedTrial.
+    """
+    ranks, refusal = 1, RefusedTrial("no plan fits")
+    while ranks <= most:
+        try:
+            return predict_trial(spec, launch, ranks)
+        except RefusedTrial as error:
+            refusal = error
+        except PlanError:
+            if ranks == most:
+                raise
+        ranks = min(2 * ranks, most) if ranks < most else most + 1
+    raise refusal
+
+
+def _list_quantities(
+    spec: Spec, task: Task, parameters: float, cost: Cost, cluster: Cluster, ranks: int
+) -> dict[str, float]:
+    found = {"step_s": cost.step_s, "memory": cost.peak_bytes, "parameters": float(parameters)}
+    steps = _count_steps(spec, task)
+    if steps is not None:
+        power = cluster.device.power_W if cluster.device.kind != "cpu" else None
+        price = cluster.price_per_device_hour
+        bill = compute_bill(
+            cost.step_s, steps, ranks, power.value if power else None, price.value if price else None
+        )
+        found["time"] = bill.seconds
+        found |= {
+            name: value for name, value in (("energy", bill.kWh), ("price", bill.price)) if value is not None
+        }
+    return found
+
+
+def _count_steps(spec: Spec, task: Task) -> int | None:
+    """Return the number of steps of a training, or None if that of the samples is not known."""
+    if spec.steps is not None:
+        return spec.steps
+    length = UserCode("the length of dataset('train')", task.dataset, DataError)
+    with contextlib.suppress(DataError), length:
+        return spec.total_steps(len(task.dataset("train")))  # type: ignore[arg-type]
+    return None  # a stream has no length; if the data is missing, the ranks report it
+
+
+def check_bounds(bounds: list[Bound], placement: Placement) -> None:
+    """Raise RefusedTrial if a prediction violates a condition."""
+    for bound in bounds:
+        if not bound.holds(placement.predicted):
+            value = placement.predicted.get(bound.name)
+            what = f"is {format_quantity(bound.name, value)}" if value is not None else "is not known"
+            raise RefusedTrial(f"the predicted {bound.name} {what}, and the study requires {bound.text}")

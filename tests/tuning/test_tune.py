@@ -1,0 +1,209 @@
+"""paceline tune: studies with real trainings, from their files."""
+
+import json
+import re
+import signal
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from command import TASK, events_of_kind, paceline, set_sample_delay, start, succeed, write_task
+from paceline.events import Evaluated
+from paceline.run import RunFolder
+from paceline.tuning.journal import Launched, Suggested, read_state
+
+pytestmark = pytest.mark.processes
+
+STUDY = ("tune", "my.py:Regression", "--space", "lr=log:1e-3:1e-1", "--space", "width=int:4:16:4")
+LENGTH = ("--batch", "16", "--steps", "4", "--device", "cpu", "--set", "validation=20", "--set", "samples=40")
+LENGTH += ("--set", "spec.threads=1")
+BROKEN = TASK.replace(
+    "    def model(self):",
+    "    def model(self):\n        if self.width > 8: raise RuntimeError('too wide: ' * 2)",
+)
+
+
+def results(study: Path) -> list[tuple[dict, str, dict]]:
+    """Return values, state and metrics of each trial, without what differs between two equal studies."""
+    trials = read_state(study / "events.jsonl").trials
+    assert list(trials) == list(range(len(trials)))
+    return [
+        (trial.values, trial.state, {name: trial.metrics.get(name) for name in ("loss", "parameters")})
+        for trial in trials.values()
+    ]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> Path:
+    """A study of four trials, two at a time."""
+    folder = tmp_path_factory.mktemp("study")
+    write_task(folder)
+    succeed(*STUDY, *LENGTH, "--trials", "4", "--ranks", "2", "--run-dir", "s", at=folder)
+    return folder / "s"
+
+
+def test_each_trial_is_a_run_with_its_values(study):
+    trials = read_state(study / "events.jsonl").trials
+    assert len(trials) == 4
+    assert len({trial.values["lr"] for trial in trials.values()}) == 4
+    for number, trial in trials.items():
+        run = RunFolder(study / "trials" / str(number))
+        spec, _ = run.request()
+        assert (spec.optimizer.lr, spec.set["width"]) == (trial.values["lr"], trial.values["width"])
+        assert 1e-3 <= spec.optimizer.lr <= 1e-1
+        assert spec.set["width"] in (4, 8, 12, 16)
+        last = events_of_kind(run.path, Evaluated)[-1]
+        assert trial.metrics["loss"] == last.metrics["loss"]
+        assert run.checkpoints()[-1] == 4
+
+
+def test_best_trial_is_shown_and_can_be_trained_again(study):
+    trials = read_state(study / "events.jsonl").trials
+    best = min(trials.values(), key=lambda trial: trial.metrics["loss"])
+    request = tomllib.loads((study / "best.toml").read_text())
+    assert (request["optimizer"]["lr"], request["set"]["width"]) == (best.values["lr"], best.values["width"])
+    shown = succeed("show", study, at=study.parent).out
+    rows = [line.split() for line in shown.splitlines() if re.match(r" *\d+\*? ", line)]
+    order = sorted(trials.values(), key=lambda trial: trial.metrics["loss"])
+    assert [row[0] for row in rows] == [f"{t.number}*" if t is best else str(t.number) for t in order]
+    succeed("train", study / "best.toml", "--run-dir", "again", at=study.parent)
+    again = events_of_kind(study.parent / "again", Evaluated)[-1]
+    assert again.metrics["loss"] == pytest.approx(best.metrics["loss"], rel=1e-5)
+
+
+def test_finished_study_does_nothing_when_resumed(study):
+    before = (study / "events.jsonl").read_bytes()
+    succeed("tune", study, "--resume", at=study.parent)
+    assert (study / "events.jsonl").read_bytes() == before
+
+
+def test_more_trials_continue_the_same_sequence(study, tmp_path):
+    write_task(tmp_path)
+    succeed(*STUDY, *LENGTH, "--trials", "1", "--run-dir", "s", at=tmp_path)
+    succeed("tune", "s", "--resume", "--trials", "2", at=tmp_path)
+    assert results(tmp_path / "s") == results(study)[:2]
+
+
+def test_killed_study_continues_with_the_same_trials(study, tmp_path):
+    """Kill -9 of controller, launchers and ranks in the second trial: neither lost nor trained twice."""
+    write_task(tmp_path)
+    slow = set_sample_delay(tmp_path / "slow", 0.0)
+    command = (*STUDY, *LENGTH, "--trials", "3", "--run-dir", "s")
+    journal = tmp_path / "s" / "events.jsonl"
+    with start(*command, at=tmp_path, SLOW=str(slow)) as running:
+        running.wait_until(lambda: 0 in read_state(journal).trials, "at trial 0")
+        running.wait_until(lambda: read_state(journal).trials[0].state == "complete", "at the end of trial 0")
+        set_sample_delay(slow, 0.05)
+        running.wait_for_step(tmp_path / "s" / "trials" / "1", 1)
+        second = paceline("tune", "s", "--resume", at=tmp_path)
+        assert second.status == 2
+        assert re.search(r"s is already being run by process \d+ on \S+; wait for it or end it$", second.err)
+        for process in running.remaining_processes():
+            process.send_signal(signal.SIGKILL)
+    assert [trial.state for trial in read_state(journal).trials.values()] == ["complete", "running"]
+    succeed("tune", "s", "--resume", at=tmp_path)
+    assert results(tmp_path / "s") == results(study)[:3]
+    events = read_state(journal).events
+    assert [event.trial for event in events if isinstance(event, Suggested)] == [0, 1, 2]
+    assert [event.trial for event in events if isinstance(event, Launched)] == [0, 1, 1, 2]
+
+
+def test_stopped_study_saves_and_continues(study, tmp_path):
+    write_task(tmp_path)
+    slow = set_sample_delay(tmp_path / "slow", 0.05)
+    with start(*STUDY, *LENGTH, "--trials", "1", "--run-dir", "s", at=tmp_path, SLOW=str(slow)) as running:
+        run = tmp_path / "s" / "trials" / "0"
+        running.wait_for_step(run, 1)
+        running.process.send_signal(signal.SIGTERM)
+        result = running.wait()
+        assert not running.remaining_processes()
+    assert result.status == 75, result.all
+    assert "continue with: paceline tune s --resume" in result.err
+    assert RunFolder(run).checkpoints()
+    succeed("tune", "s", "--resume", at=tmp_path)
+    assert results(tmp_path / "s") == results(study)[:1]
+
+
+def test_failed_trials_are_recorded_and_the_search_continues(tmp_path):
+    write_task(tmp_path, BROKEN)
+    study = ("tune", "my.py:Regression", "--grid", "width=4,16,8", "--run-dir", "s", *LENGTH)
+    result = succeed(*study, at=tmp_path)
+    states = [trial.state for trial in read_state(tmp_path / "s" / "events.jsonl").trials.values()]
+    assert states == ["complete", "failed", "complete"]
+    assert "trial 1: failed: " in result.out
+    assert "too wide" in result.out
+
+
+def test_identical_failures_stop_the_study(tmp_path):
+    write_task(tmp_path, BROKEN)
+    study = ("tune", "my.py:Regression", "--grid", "width=12,16,20,24", "--run-dir", "s", *LENGTH)
+    result = paceline(*study, at=tmp_path)
+    assert result.status == 2
+    assert "3 trials in a row failed with the same error, so the study stops: " in result.err
+    assert len(read_state(tmp_path / "s" / "events.jsonl").trials) == 3
+
+
+def test_unknown_metric_ends_the_study_after_its_first_evaluation(tmp_path):
+    write_task(tmp_path)
+    result = paceline(*STUDY, *LENGTH, "--metric", "min los", "--trials", "3", "--run-dir", "s", at=tmp_path)
+    assert result.status == 2
+    assert result.err.strip().splitlines()[-1] == (
+        "paceline: --metric 'min los': the evaluations have no los; did you mean loss?"
+    )
+    assert len(read_state(tmp_path / "s" / "events.jsonl").trials) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--space", "wdith=1,2"], "--space wdith: .* did you mean width?"),
+        (["--space", "width=int:9:3"], "write 3:9"),
+        (["--space", "width=int:0:4"], "the value 0 is impossible"),
+        (["--space", "optimizer.name=adamm,sgd"], "the value 'adamm' is impossible"),
+        (["--space", "ranks=1,2"], "the study decides this key"),
+        (["--space", "lr=1,2", "--space", "optimizer.lr=1,2"], "are the same key"),
+        (
+            ["--space", "width=8,16", "--metric", "loss"],
+            "metrics must be 'min NAME' or 'max NAME', got 'loss'",
+        ),
+        (["--space", "width=8,16", "--ranks-per-trial", "2"], "use --ranks 2"),
+        (["--space", "width"], "--space must be NAME=RANGE"),
+        (["--grid", "lr=log:1:2"], "has no step"),
+        (["--grid", "width=8,16", "--trials", "3"], "the grid has 2 combinations"),
+        ([], "tune requires a parameter to search"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_sentence(words, sentence, tmp_path):
+    task = TASK.replace("width: int = 10", "width: int = 10\n    def __post_init__(self): assert self.width")
+    write_task(tmp_path, task)
+    result = paceline("tune", "my.py:Regression", *words, "--run-dir", "s", at=tmp_path)
+    assert result.status == 2, result.all
+    [line] = result.err.strip().splitlines()
+    assert re.search(sentence, line)
+    assert not (tmp_path / "s").exists()
+
+
+def test_sweep_file_gives_the_same_study(study, tmp_path):
+    write_task(tmp_path)
+    (tmp_path / "sweep.toml").write_text(
+        """
+        task = "my.py:Regression"
+        batch = 16
+        steps = 4
+        device = "cpu"
+        threads = 1
+        [set]
+        validation = 20
+        samples = 40
+        [space]
+        lr = "log:1e-3:1e-1"
+        width = "int:4:16:4"
+        [tune]
+        trials = 1
+        """
+    )
+    succeed("tune", "sweep.toml", "--run-dir", "s", at=tmp_path)
+    assert results(tmp_path / "s") == results(study)[:1]
+    assert json.loads((tmp_path / "s" / "events.jsonl").read_text().splitlines()[0])["event"] == "suggested"
