@@ -14,6 +14,7 @@ import pytest
 
 from command import Result, events_of_kind, paceline, succeed
 from paceline.events import Ended, Evaluated, Step
+from paceline.tuning.journal import read_state
 
 pytestmark = pytest.mark.processes
 
@@ -94,6 +95,15 @@ def test_lstm_loss_ignores_padding(folder, monkeypatch):
     expected = sum(error.sum() for error in errors) / sum(error.numel() for error in errors)
     assert padded_loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert len({len(series) for series in data}) > 1
+
+
+@pytest.mark.slow
+def test_search_tries_architectures(folder):
+    output = run([*COMMANDS["nas.py"], "--run-dir", "study"], folder).out
+    assert "4 trials: 4 complete" in output
+    trials = read_state(folder / "study" / "events.jsonl").trials.values()
+    assert len({tuple(trial.values.items()) for trial in trials}) == 4
+    assert len({trial.metrics["parameters"] for trial in trials}) > 1
 
 
 def test_own_loop_stops_early_and_writes_its_losses(folder):

@@ -320,6 +320,13 @@ class Task:
         """
         raise NotImplementedError
 
+    def space(self) -> Mapping[str, Any]:
+        """Return what `paceline tune` searches if its command names no parameter: ranges by name.
+
+        `{"width": "int:32:256:32", "depth": "int:1:4 if width>64", "optimizer.name": ["lamb", "adamw"]}`
+        """
+        return {}
+
     def layout(self) -> Layout:
         """Return how the model may be divided over ranks; by default Paceline finds it in the model."""
         return Layout()
@@ -390,7 +397,7 @@ DRAWING = (
     "metrics",
 )  # methods of a batch, which may take an `rng`
 METHODS = frozenset(name for name in vars(Task) if not name.startswith("_"))
-AFTERWARDS = frozenset({"predict", "read_files"})  # methods that a training never calls
+AFTERWARDS = frozenset({"predict", "read_files", "space"})  # methods that a training never calls
 
 
 _received: dict[str, Task] = {}  # tasks that another process sent to this one, by reference

@@ -1,5 +1,6 @@
 """paceline tune: studies with real trainings, from their files."""
 
+import csv
 import json
 import re
 import signal
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from command import TASK, events_of_kind, paceline, set_sample_delay, start, succeed, write_task
-from paceline.events import Evaluated
+from paceline.events import Evaluated, Step
 from paceline.run import RunFolder
 from paceline.tuning.journal import Launched, Suggested, read_state
 
@@ -207,3 +208,61 @@ def test_sweep_file_gives_the_same_study(study, tmp_path):
     succeed("tune", "sweep.toml", "--run-dir", "s", at=tmp_path)
     assert results(tmp_path / "s") == results(study)[:1]
     assert json.loads((tmp_path / "s" / "events.jsonl").read_text().splitlines()[0])["event"] == "suggested"
+
+
+def test_table_is_written_as_csv_and_for_optuna(study, tmp_path):
+    optuna = pytest.importorskip("optuna")
+    succeed("show", study, "--csv", tmp_path / "trials.csv", "--optuna", tmp_path / "optuna.log", at=tmp_path)
+    trials = read_state(study / "events.jsonl").trials
+    with open(tmp_path / "trials.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(row["trial"]), float(row["lr"]), float(row["metric.loss"])) for row in rows] == [
+        (trial.number, trial.values["lr"], trial.metrics["loss"]) for trial in trials.values()
+    ]
+    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "optuna.log"))
+    storage = optuna.storages.JournalStorage(backend)
+    loaded = optuna.load_study(study_name="s", storage=storage)
+    assert loaded.best_trial.params == min(trials.values(), key=lambda trial: trial.metrics["loss"]).values
+    again = paceline("show", study, "--optuna", tmp_path / "optuna.log", at=tmp_path)
+    assert (again.status, "exists already" in again.err) == (2, True)
+    wrong = paceline("show", study / "trials" / "0", "--csv", "t.csv", at=tmp_path)
+    assert (wrong.status, "is not a study" in wrong.err) == (2, True)
+
+
+def test_trials_that_violate_a_bound_never_start(tmp_path):
+    """The bound lies between the numbers of parameters that the models of widths 8 and 12 have."""
+    write_task(tmp_path)
+    counts = {
+        width: 6 * width + width + 3 * (width * width + 2 * width) + 3 * width + 3 for width in (4, 8, 12)
+    }
+    bound = (counts[8] + counts[12]) // 2
+    words = ("--grid", "width=4,8,12", "--where", f"parameters<{bound}", "--metric", "min predicted.memory")
+    succeed("tune", "my.py:Regression", *words, *LENGTH, "--run-dir", "s", at=tmp_path)
+    trials = read_state(tmp_path / "s" / "events.jsonl").trials
+    assert [trial.state for trial in trials.values()] == ["complete", "complete", "refused"]
+    assert [trial.predicted.get("parameters") for trial in trials.values()] == [counts[4], counts[8], None]
+    assert [trial.metrics.get("parameters") for trial in trials.values()] == [counts[4], counts[8], None]
+    assert trials[0].predicted["memory"] < trials[1].predicted["memory"]
+    assert f"the study requires parameters<{bound}" in trials[2].message
+    assert not (tmp_path / "s" / "trials" / "2").exists()
+
+
+def test_asha_continues_the_best_trials_exactly(tmp_path):
+    """A promoted trial has the losses of a training that was never paused."""
+    write_task(tmp_path)
+    words = ("--grid", "lr=0.1,0.001,0.01", "--scheduler", "asha", "--rungs", "2")
+    length = [word if word != "4" else "6" for word in LENGTH]
+    succeed("tune", "my.py:Regression", *words, *length, "--run-dir", "s", at=tmp_path)
+    trials = read_state(tmp_path / "s" / "events.jsonl").trials
+    assert sorted(trial.state for trial in trials.values()) == ["complete", "pruned", "pruned"]
+    [best] = [trial for trial in trials.values() if trial.state == "complete"]
+    assert [stage.samples for stage in best.stages] == [32, 96]
+    assert [len(trial.stages) for trial in trials.values()].count(1) == 2
+    assert best.stages[0].metrics["loss"] == min(trial.stages[0].metrics["loss"] for trial in trials.values())
+    lr = str(best.values["lr"])
+    succeed("train", "my.py:Regression", *length, "--lr", lr, "--run-dir", "r", at=tmp_path)
+    whole, paused = (
+        {event.step: event.loss for event in events_of_kind(run, Step)}
+        for run in (tmp_path / "r", tmp_path / "s" / "trials" / str(best.number))
+    )
+    assert paused == whole

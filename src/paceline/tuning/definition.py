@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from paceline.errors import Error, SpecError
+from paceline.errors import Error, SpecError, TaskError
 from paceline.files import write_whole
 from paceline.spec import (
     DEFAULT_EPOCHS,
@@ -34,6 +34,7 @@ from paceline.tuning.objectives import StudyObjective
 from paceline.tuning.optuna_needs import NEEDS, check_sampler
 from paceline.tuning.quantities import PREFIX, QUANTITIES, Bound, parse_bound
 from paceline.tuning.space import Parameter, Space, build_space, parse_parameter
+from paceline.user_code import UserCode
 
 # Options of `paceline train` by which a key of the request is known.
 SHORT_NAMES = {
@@ -197,8 +198,12 @@ def define_study(
     """
     spec, _ = build(request)
     kind = load_task_class(spec.task)
+    ranges = ranges or _read_own_space(kind, spec)
     if not ranges:
-        raise SpecError("tune requires a parameter to search; add one, such as --space lr=log:1e-4:1e-1")
+        raise SpecError(
+            "tune requires a parameter to search; add one, such as --space lr=log:1e-4:1e-1, or define "
+            "space() in the task"
+        )
     space = build_space([_read_parameter(name, text, spec.task, kind) for name, text in ranges.items()])
     given = dict(search)
     if given.get("sampler") == "grid":
@@ -222,6 +227,16 @@ def define_study(
     definition = StudyDefinition(request, ranges, checked, space)
     definition.check(kind)
     return definition
+
+
+def _read_own_space(kind: type[Task], spec: Spec) -> dict[str, Any]:
+    """Return the ranges of `Task.space`. Raises TaskError."""
+    task = build_task(kind, spec.task, spec.set)
+    with UserCode("space()", task.space):
+        ranges = task.space()
+    if not isinstance(ranges, Mapping) or not all(isinstance(name, str) for name in ranges):
+        raise TaskError(f"space() must return a dict of ranges by name, got {abbreviate(ranges)}")
+    return dict(ranges)
 
 
 def read_definition(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
