@@ -68,6 +68,9 @@ PANELS = {
         "replay": "Repeat one step of a run on one process.",
         "doctor": "Find out whether a run is stalled, which rank it waits for, and what makes it slow.",
     },
+    "Learn": {
+        "lesson": "Teach a technique by a lesson that runs on real processes.",
+    },
     "Internal": {
         "rank": "Train as one rank of a run.",
         "agent": "Start and restart the ranks of one node.",

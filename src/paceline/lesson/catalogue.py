@@ -1,0 +1,62 @@
+"""The lessons in the order of a course."""
+
+import difflib
+from functools import cache
+
+from paceline.errors import SpecError
+from paceline.lesson.cells import COURSE, EXERCISES, LessonFile, read_lesson
+
+# names in the order of a course, by part
+PARTS = {
+    "Processes and communication": (
+        "ranks",
+        "point-to-point",
+        "collectives",
+        "ring-all-reduce",
+    ),
+    "Training on several ranks": (
+        "data-parallel",
+        "mistakes",
+        "zero",
+        "tensor-parallel",
+        "pipeline",
+        "context-parallel",
+        "mesh",
+    ),
+}
+ORDER = tuple(name for names in PARTS.values() for name in names)
+
+
+@cache
+def find_lesson(name: str) -> LessonFile:
+    """Return a lesson by its name. Raises SpecError, with the nearest name, if there is none."""
+    if name not in ORDER:
+        near = difflib.get_close_matches(name, ORDER, 1)
+        hint = f"did you mean {near[0]}?" if near else "run: paceline lesson"
+        raise SpecError(f"no such lesson: {name!r:.60}; {hint}")
+    return read_lesson(COURSE / f"{name.replace('-', '_')}.py")
+
+
+@cache
+def find_exercise(name: str) -> LessonFile | None:
+    """Return the exercise of a lesson, or None: its cells are `exercise`, `solution` and `grade`."""
+    path = EXERCISES / f"{find_lesson(name).path.name}"
+    return read_lesson(path) if path.exists() else None
+
+
+def format_list() -> str:
+    """Return the list of lessons, by part, with their numbers and titles."""
+    width = max(map(len, ORDER))
+    lines, number = [], 0
+    for part, names in PARTS.items():
+        lines.append(f"{part}")
+        for name in names:
+            number += 1
+            mark = "exercise" if find_exercise(name) is not None else ""
+            lines.append(
+                f"  {number:2}  {name:{width}}  {find_lesson(name).title}{f' [{mark}]' * bool(mark)}"
+            )
+        lines.append("")
+    lines.append("Run a lesson:    paceline lesson collectives --ranks 4")
+    lines.append("Write it as a page: paceline lesson collectives --html lesson.html")
+    return "\n".join(lines)

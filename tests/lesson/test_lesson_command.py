@@ -1,0 +1,224 @@
+"""paceline lesson: the list, pages, notebooks, exercises, and bad input."""
+
+import json
+import re
+
+import pytest
+
+from browser import find_chromium, start_browser
+from command import paceline, succeed
+from lesson_tables import play_lesson
+from paceline import SpecError
+from paceline.lesson.blocks import (
+    LessonClaim,
+    LessonCode,
+    LessonPicture,
+    LessonQuestion,
+    LessonTable,
+    LessonText,
+    format_value,
+)
+from paceline.lesson.catalogue import ORDER, find_exercise, find_lesson
+from paceline.lesson.exercise import check_exercise, format_exercise, read_cell
+from paceline.lesson.html_page import build_page
+from paceline.lesson.notebook import build_notebook
+from paceline.lesson.outputs import check, shown_by
+from paceline.lesson.terminal_text import format_block
+from pages import read_blocks
+
+PAGE = read_blocks("docs/lessons.md")
+EXERCISES = tuple(name for name in ORDER if find_exercise(name) is not None)
+# a wrong solution of each exercise: what to replace in the right one, by what, and a word of the message
+WRONG = {
+    "ring-all-reduce": [
+        ("range(size - 1)", "range(size - 2)", "rank 0 has the sum"),
+        ("passing = received", "pass", "rank 0 has the sum"),
+        ("for _ in range(size - 1):", "dist.all_reduce(x)\n    for _ in ():", "use only"),
+    ],
+    "data-parallel": [
+        ("samples / total.item()", "1 / dist.get_world_size()", "over all samples"),
+        ("dist.all_reduce(parameter.grad)", "pass", "over all samples"),
+        ("if parameter.grad is not None:", "if True:", "NoneType"),
+    ],
+    "tensor-parallel": [
+        ("return gradient", "return gradient * dist.get_world_size()", "gradient of its rows"),
+        ("tensor_split(size, dim=1)[rank]", "tensor_split(size, dim=1)[rank - 1]", "has X @ W"),
+    ],
+}
+
+
+def solution_of(name: str) -> str:
+    return read_cell(find_exercise(name), "solution").code
+
+
+def test_list_names_every_lesson_in_order(tmp_path):
+    text = succeed("lesson", at=tmp_path).out
+    numbered = re.findall(r"^ +(\d+)  (\S+) +(\S.*)$", text, re.M)
+    assert [name for _, name, _ in numbered] == [*ORDER]
+    assert [int(number) for number, _, _ in numbered] == list(range(1, len(ORDER) + 1))
+    assert {name for name, _ in re.findall(r"^ +\d+  (\S+) +.*\[(exercise)\]$", text, re.M)} == {*EXERCISES}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("colectives",), "no such lesson: 'colectives'; did you mean collectives?"),
+        (("../secret",), "no such lesson: '../secret'; run: paceline lesson"),
+        (("ranks", "--ranks", "0"), "--ranks must be at least 1, got 0"),
+        (("--html", "a.html"), "--html needs the name of a lesson; run: paceline lesson"),
+        (
+            ("ranks", "--html", "a.html", "--check", "my.py"),
+            "--html and --check do different things; give only one",
+        ),
+        (("ranks", "--exercise", "my.py"), "the lesson ranks has no exercise; lessons with an exercise: "),
+        (("zero", "--html", "absent/a.html"), "absent"),
+        (("ring-all-reduce", "--check", "absent.py"), "cannot read absent.py: No such file or directory"),
+        (("ring-all-reduce", "--check", "broken.py"), "broken.py cannot be run: SyntaxError"),
+        (("ring-all-reduce", "--exercise", "broken.py"), "broken.py exists already; specify another file"),
+    ],
+)
+def test_bad_input(words, message, tmp_path):
+    (tmp_path / "broken.py").write_text("def")
+    refused = paceline("lesson", *words, at=tmp_path)
+    assert (refused.status, refused.err.count("\n")) == (2, 1), refused.all
+    assert message in refused.err
+    assert {path.name for path in tmp_path.iterdir()} == {"broken.py"}
+
+
+@pytest.mark.processes
+def test_commands_of_the_page(tmp_path):
+    lessons = [line.split("#")[0].split()[1:] for line in PAGE["lessons"].splitlines()]
+    assert len(lessons) == 4
+    printed = succeed(*lessons[1], at=tmp_path).out
+    for block in play_lesson("collectives", 4):
+        assert format_block(block) in printed
+    assert printed.index("Answers") > printed.index("Question")
+    succeed(*lessons[2], at=tmp_path)
+    assert "<svg" not in (page := (tmp_path / "lesson.html").read_text())
+    assert page.count("data:image/svg+xml") == 1
+    assert page.count('class="claim"') == printed.count("✓")
+    succeed(*lessons[3], at=tmp_path)
+    assert json.loads((tmp_path / "lesson.ipynb").read_text())["nbformat"] == 4
+    exercise = [line.split()[1:] for line in PAGE["exercise"].splitlines()]
+    succeed(*exercise[0], at=tmp_path)
+    unfinished = paceline(*exercise[1], at=tmp_path)
+    assert (unfinished.status, unfinished.out) == (1, "✗ the function is not written yet\n")
+    (tmp_path / "my.py").write_text(solution_of("ring-all-reduce"))
+    assert succeed(*exercise[1], at=tmp_path).out.endswith("my.py is right.\n")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", EXERCISES)
+def test_exercise_refuses_wrong_solutions(name, tmp_path):
+    path = tmp_path / "my.py"
+    path.write_text(format_exercise(name))
+    _, mistake = check_exercise(name, path, 2)
+    assert mistake == "the function is not written yet"
+    for old, new, message in WRONG[name]:
+        assert old in solution_of(name)
+        path.write_text(solution_of(name).replace(old, new))
+        _, mistake = check_exercise(name, path, 2)
+        assert mistake is not None, (old, new)
+        assert message in mistake
+    path.write_text("import torch\n")
+    assert "must define it" in check_exercise(name, path, 2)[1]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_exercise_accepts_its_solution(name, n, tmp_path):
+    path = tmp_path / "my.py"
+    path.write_text(solution_of(name))
+    claims, mistake = check_exercise(name, path, n)
+    assert mistake is None
+    assert len(claims) >= n
+
+
+def test_false_claims_raise():
+    shown = []
+    with shown_by(shown.append, has_pictures=False):
+        check("a sum", [6, 10], [6, 10])
+        with pytest.raises(AssertionError, match=r"a sum: this is false; expected \[6, 10\], got \[6, 11\]"):
+            check("a sum", [6, 11], [6, 10])
+        for got, expected in ((1.0, None), ([1], [1, 1]), ({"a": 1}, {"b": 1}), (1.1, 1.0), ("a", 1.0)):
+            with pytest.raises(AssertionError):
+                check("equal", got, expected, 0.01)
+        check("close", {"a": [1.001]}, {"a": [1.0]}, 0.01)
+    assert [block.claim for block in shown] == ["a sum", "close"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [([6.0, 10.5], "[6, 10.5]"), (12345, "12,345"), (None, "-"), (True, "yes"), (0.123456, "0.1235")],
+)
+def test_values_as_text(value, text):
+    assert format_value(value) == text
+
+
+def test_pages_escape_text():
+    blocks = [
+        LessonText("# <b>a</b>\n\n- `<x>`\n- two\n\n**bold** & text"),
+        LessonCode("x = '<script>'"),
+        LessonTable("<t>", ("<h>",), (("<cell>",),)),
+        LessonClaim("<claim>"),
+        LessonQuestion("<q>", "<answer>"),
+        LessonPicture("<p>", "<svg><script>alert(1)</script></svg>"),
+    ]
+    page = build_page("<title>", "<subtitle>", blocks)
+    body = page.partition("</head>")[2]
+    assert re.findall(r"<(?:script|x|t|h|cell|claim|q|answer|p|b|subtitle)>", body) == ["<p>", "<p>", "<p>"]
+    assert "<li><code>&lt;x&gt;</code></li><li>two</li>" in body
+    assert "<strong>bold</strong> &amp; text" in body
+
+
+@pytest.mark.processes
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ORDER)
+def test_pages_in_a_browser(name, tmp_path):
+    """Every page is shown without errors or requests, with its pictures drawn."""
+    blocks = play_lesson(name, 2, has_pictures=True)
+    path = tmp_path / "lesson.html"
+    path.write_text(build_page(find_lesson(name).title, "a lesson", blocks))
+    with start_browser(tmp_path) as browser:
+        browser.open(path)
+        sizes = browser.run("[...document.images].map(image => image.naturalWidth)")
+        assert len(sizes) == sum(isinstance(block, LessonPicture) for block in blocks)
+        assert all(size > 100 for size in sizes)
+        assert browser.run("document.querySelectorAll('.claim').length") >= 3
+        assert browser.run("getComputedStyle(document.body).maxWidth") == "864px"
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        assert browser.errors == []
+        assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
+    assert find_chromium()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "ranks" else pytest.mark.slow) for name in ORDER]
+)
+def test_notebooks_run(name):
+    """Every cell of every notebook runs in a Jupyter kernel, and shows what the lesson shows."""
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.reads(build_notebook(find_lesson(name), 2), as_version=4)
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    text = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+    blocks = play_lesson(name, 2, has_pictures=True)
+    for block in blocks:
+        if isinstance(block, LessonClaim) or (isinstance(block, LessonTable) and not block.is_measured):
+            assert format_block(block) in text
+    drawn = [output for output in outputs if "image/svg+xml" in output.get("data", {})]
+    assert len(drawn) == sum(isinstance(block, LessonPicture) for block in blocks)
+
+
+def test_missing_packages_are_named(monkeypatch):
+    import paceline.lesson.notebook as module
+
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(SpecError, match=r"pip install 'paceline\[notebook\]'"):
+        build_notebook(find_lesson("ranks"), 2)
