@@ -21,7 +21,7 @@ EVENTS = {
 }
 ERRORS = {
     *("Error", "SpecError", "TaskError", "DataError", "PlanError", "ClusterError", "LaunchError"),
-    *("RunError", "CheckpointError", "DivergedError", "RankError", "BenchError"),
+    *("RunError", "CheckpointError", "CorruptionError", "DivergedError", "RankError", "BenchError"),
 }
 FUNCTIONS = {
     "train": "spec plan=None world=None *ranks=None *task=None *run=None *device=None *restarts=0 *stop=None"

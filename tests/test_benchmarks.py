@@ -26,6 +26,7 @@ SMALLEST = {
     "finetune": "--rounds 2 --starts 2 --tries 1 --steps 2 --block 2 --width 64 --layers 1 --vocabulary 300 "
     "--length 16 --batch 4 --words 2000",
     "global_loss": "--rounds 2",
+    "guard": "--widths 16 --steps 100",
     "load_folder": "--gigabytes 0.1 --rounds 2",
     "monitor": "--pairs 2 --block-s 0.2 --seconds 1",
     "page": "--steps 3000 --runs 5 --events 2",

@@ -233,6 +233,8 @@ def test_set_reaches_every_key(tmp_path):
             "schedule.growth": ["schedule.name=cosine-restarts", "schedule.every=3"],
             "stop.metric": ["stop.target=1"],
             "stop.min_delta": ["stop.patience=1"],
+            "guard.locate": ["guard.every=9"],
+            "guard.recompute": ["guard.every=9"],
             "data.window": ["data.shuffle=window"],
             "optimizer.nesterov": ["optimizer.name=sgd"],
         }.get(name, owners.get(name, []))

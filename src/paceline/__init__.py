@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from paceline.errors import BenchError as BenchError
     from paceline.errors import CheckpointError as CheckpointError
     from paceline.errors import ClusterError as ClusterError
+    from paceline.errors import CorruptionError as CorruptionError
     from paceline.errors import DataError as DataError
     from paceline.errors import DivergedError as DivergedError
     from paceline.errors import Error as Error
@@ -101,6 +102,7 @@ _PLACES = {
     "Cluster": "cluster.facts",
     "ClusterError": "errors",
     "DataError": "errors",
+    "CorruptionError": "errors",
     "DivergedError": "errors",
     "Ended": "events",
     "Error": "errors",
@@ -146,6 +148,7 @@ __all__ = [
     "CheckpointError",
     "Cluster",
     "ClusterError",
+    "CorruptionError",
     "DataError",
     "DivergedError",
     "Ended",

@@ -10,6 +10,7 @@ Error
 ├── RunError          the run folder exists already, is not a run folder, or is in use
 ├── CheckpointError   the checkpoint is unreadable, or belongs to another model
 ├── DivergedError     a loss or gradient is not finite
+├── CorruptionError   a rank holds other bits than its replicas, or than it wrote
 ├── RankError         a rank died
 └── BenchError        a measurement is impossible here, or its result cannot be read or drawn
 """
@@ -61,6 +62,10 @@ class CheckpointError(Error):
 
 class DivergedError(Error):
     """A loss or a gradient is not finite (NaN or infinity)."""
+
+
+class CorruptionError(Error):
+    """A rank holds other bits than its replicas, or than it wrote: its memory or processor corrupts data."""
 
 
 class RankError(Error):

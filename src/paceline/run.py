@@ -51,6 +51,7 @@ class RunFolder:
     ckpt/step_N/        complete checkpoints; other names in ckpt/ are not checkpoints
     ranks/N.log         standard output and error of rank N
     ranks/N.alive       heartbeat of rank N, written about once a second
+    suspects.jsonl      ranks that held corrupted weights, append only
     ranks/asked         a question of `paceline doctor`; ranks/N.said and N.stacks are the answers of rank N
     ranks/N.unfinished  exists from the start of rank N until it has finished
     diagnosis.txt       the cause of the last stall
@@ -129,6 +130,11 @@ class RunFolder:
     def ranks(self) -> Path:
         """Path of the folder with the files of each rank."""
         return self.path / "ranks"
+
+    @property
+    def suspects(self) -> Path:
+        """Path of the list of ranks that were found to corrupt data."""
+        return self.path / "suspects.jsonl"
 
     @property
     def temporary(self) -> Path:
@@ -446,6 +452,7 @@ FILES = (
     "log.txt",
     "lock",
     "diagnosis.txt",
+    "suspects.jsonl",
 )
 
 

@@ -15,6 +15,7 @@ from paceline.events import Event, Failed, Saved
 from paceline.run import RunFolder
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_identity
+from paceline.training.guard.checkpoint_digest import can_digest, digest_weights
 from paceline.training.plateau import PlateauState
 from paceline.training.resume import resume
 from paceline.training.setup import PreparedTraining, RankContext
@@ -124,11 +125,19 @@ class CheckpointPolicy:
             metrics=metrics,
             stop=stop if self.spec.stop.is_active else None,
             plateau=plateau,
+            digests=self._digest_weights(),
             identity=describe_identity(self.spec, context.task, prepared.modules, prepared.optimizers),
             **checkpoint.describe_model(prepared.model),
         )
         self.saver.start(index, state, rank_state, checkpoint.find_buffers(prepared.model))
         self._saved_step, self._saved_at = step, time.perf_counter()
+
+    def _digest_weights(self) -> dict[str, list[int]]:
+        """Return the digests of the weights that a resume compares, if the request has a guard."""
+        context = self.context
+        if self.spec.guard.every is None or not can_digest(context.plan):
+            return {}
+        return digest_weights(self.prepared.model, context.world.rank, context.world.size, context.device)
 
     def report(self, wait: bool) -> Iterator[Event]:
         """Yield the event of the save under way if it has ended.

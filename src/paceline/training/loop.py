@@ -46,6 +46,8 @@ from paceline.training.ddp_warmup import warm_up_ddp
 from paceline.training.evaluate import Evaluator
 from paceline.training.figures import FigureWriter, check_figures
 from paceline.training.first_loss import FirstLossCheck
+from paceline.training.guard.check import check_guard
+from paceline.training.guard.replica_guard import ReplicaGuard
 from paceline.training.histograms.recorder import HistogramRecorder, check_histograms
 from paceline.training.initial_weights import check_initial_weights_once
 from paceline.training.model_analysis import analyze_model, build_meta_model
@@ -159,6 +161,7 @@ def train(
         notes = (*notes, *check_sample_count(data.samples, resolved, spec.batch))
         check_traced_steps(spec, resolved, spec.total_steps(data.samples))
         notes = (*notes, *check_histograms(spec, resolved))
+        check_guard(spec, resolved, str(plan), task, data.training)
         clock.mark("data")
         if resolved.servers is not None:
             read_operations(task, resolved, spec.optimizer)
@@ -289,6 +292,7 @@ class TrainingLoop:
         self.tracer = StepTracer(context, prepared, heartbeat, self.first)
         self.profiler.traced = self.tracer.steps
         self.histograms = HistogramRecorder(context, prepared, self.first)
+        self.guard = ReplicaGuard(context, prepared, data, self.first)
 
     def events(self) -> Generator[Event]:
         """Train, and yield what happens."""
@@ -321,6 +325,7 @@ class TrainingLoop:
         ):
             yield from self._run_steps(source)
         yield from self._note_unreadable()
+        yield from self._compare_ranks(is_saved=True)
         yield from self.checkpoints.finish(
             self.step, self.total, self.evaluator.metrics_at(self.step), self.stopping.state, self.plateau
         )
@@ -369,6 +374,7 @@ class TrainingLoop:
             yield from self._note_whole_blocks()
             yield from self._note_skipped(launched.data_s)
             yield from self._compare_buffers()
+            yield from self._compare_ranks()
             if self.metrics.is_due:
                 self._start_reduction()
             yield from self._report(finished)
@@ -411,6 +417,7 @@ class TrainingLoop:
             self.update.model = warm_up_ddp(self.prepared.step, micro_batches[0])
         elif is_first and isinstance(self.update, UpdateSequence):
             self.update.warm_up(micro_batches[0], self.step)
+        self.guard.before_step(self.step)
         lr_factor = compute_lr_factor(
             self.schedule, self.step * self.spec.batch, self.total * self.spec.batch, self.context.task
         )
@@ -425,6 +432,7 @@ class TrainingLoop:
             else self.update.base_lrs[0] * lr_factor
         )
         self.step += 1
+        self.guard.after_step(self.step)
         self.heartbeat.enter(REPORT)
         if local is not None:
             local.after_step(self.step)
@@ -467,6 +475,12 @@ class TrainingLoop:
             return
         if found := comparison.find():
             yield Noted(step=self.step, message=describe_different_buffers(found))
+
+    def _compare_ranks(self, is_saved: bool = False) -> Iterator[Event]:
+        """Compare the weights of ranks if it is time, or if they are saved next. Raises CorruptionError."""
+        if found := self.guard.compare(is_saved):
+            yield from self.checkpoints.report(wait=True)  # the user can go back to it
+            self.guard.fail(found)
 
     def _find_first_passes(self) -> list[tuple[int, TrainingStep]]:
         """Return what computes the gradients of each pass, and the steps done before the pass runs first."""
@@ -559,6 +573,7 @@ class TrainingLoop:
         return self.checkpoints.is_new_best(evaluated.metrics)
 
     def _save(self) -> Iterator[Event]:
+        yield from self._compare_ranks(is_saved=True)
         metrics = self.evaluator.metrics_at(self.step)
         yield from self.checkpoints.save(self.step, metrics, self.stopping.state, self.plateau)
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from paceline.data.order import Order
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, CorruptionError
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_changes, describe_identity
+from paceline.training.guard.checkpoint_digest import can_digest, digest_weights, find_difference
 from paceline.training.plateau import PlateauState, plateau_metric
 from paceline.training.setup import PreparedTraining, RankContext
 from paceline.training.stop_policy import StopState, get_metric
@@ -65,6 +67,7 @@ def resume(context: RankContext, prepared: PreparedTraining, order: Order) -> Re
             f"{path} is of local SGD on {index.ranks} ranks: this training continues from their mean, "
             "with the optimizer state of rank 0"
         )
+    _check_digests(context, prepared, path, index)
     identity = describe_identity(spec, prepared.step.task, prepared.modules, prepared.optimizers)
     if changes := describe_changes(index.identity, identity):
         notes.append(f"this training differs from step {index.step} on: {'; '.join(changes)}")
@@ -87,3 +90,18 @@ def resume(context: RankContext, prepared: PreparedTraining, order: Order) -> Re
     return ResumedState(
         index.step, best, tuple(notes), bool(index.metrics), index.metrics, index.stop, plateau
     )
+
+
+def _check_digests(
+    context: RankContext, prepared: PreparedTraining, path: Path, index: checkpoint.Index
+) -> None:
+    """Raise CorruptionError if the loaded weights are not those that the training had. A collective."""
+    if not index.digests or not can_digest(context.plan):
+        return
+    loaded = digest_weights(prepared.model, context.world.rank, context.world.size, context.device)
+    if (name := find_difference(index.digests, loaded)) is not None:
+        raise CorruptionError(
+            f"{path} holds other bits of {name} than the training had at step {index.step}, though its files "
+            f"are as they were written: memory was corrupted while it was written or read; resume once more, "
+            f"and if this repeats, move {path} away, so that an earlier checkpoint is used"
+        )

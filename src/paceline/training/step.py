@@ -120,6 +120,8 @@ class TrainingStep:
     loss_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     on_phase: Callable[[str], None] = lambda phase: None  # called at the begin of each phase
     on_microbatch: Callable[[int], None] = ignore_microbatch  # called with the index of each that begins
+    # Called with the number of each micro-batch and its loss × items, before its backward pass.
+    on_loss: Callable[[int, Tensor], None] | None = None
     # Called once, with the first output, its batch and its loss.
     on_first_loss: Callable[[object, Batch, Tensor], None] | None = None
     # Called after each backward pass, to complete gradients that torch's engines leave incomplete.
@@ -253,6 +255,8 @@ class TrainingStep:
                         if weight is not None
                         else self._expected_items(float(num_items), len(batches))
                     )
+                if self.on_loss is not None:
+                    self.on_loss(index, loss)
                 self.on_phase(BACKWARD)
                 start = self._start_gradient(loss, whole)
                 with self._backward_pass(index == len(batches) - 1, self.task.loss):
@@ -260,6 +264,23 @@ class TrainingStep:
             losses.append(loss.detach())
             items.append(num_items)
         return self._add_auxiliary(losses, items), items, whole if isinstance(whole, float) else None
+
+    def recompute_loss(self, batch: Batch, step: int, place: MeshCoordinate) -> Tensor:
+        """Return loss × items of the first micro-batch of the rank at `place`, without gradients.
+
+        step: steps done before. A collective.
+        """
+        seed_torch(derive_seed(self.seed, "model", step, 0, *place.stream), self.device)
+        with (
+            self.loss_context(),
+            torch.no_grad(),
+            preserved_buffers(self.model),
+            self._sync_if(False),
+            autocast(self.precision, self.device),
+            self._new_buffer_pass(),
+        ):
+            loss, _ = compute_weighted_loss(self.task, self.model, batch)
+        return loss
 
     def _begin_auxiliary(self, auxiliary: AuxiliaryLoss, batches: Sequence[Batch], step: int) -> None:
         """Begin a step with an auxiliary loss.

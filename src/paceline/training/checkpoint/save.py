@@ -70,6 +70,8 @@ class Index:
     plateau: PlateauState | None = None  # of the schedule plateau
     identity: Mapping[str, str] = field(default_factory=dict)  # as by describe_identity
     files: Mapping[str, list[int]] = field(default_factory=dict)  # name -> [bytes, CRC-32]
+    # name of a parameter -> [digest, bytes per element], with guard.every; as by digest_weights
+    digests: Mapping[str, list[int]] = field(default_factory=dict)
     order: str = FULL  # of the samples so far, as by Order.describe
 
 

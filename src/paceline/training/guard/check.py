@@ -1,0 +1,56 @@
+"""Which comparisons a plan and a task allow; contradictions are errors before the first step."""
+
+from paceline.data.loader import Samples, find_streams
+from paceline.errors import PlanError
+from paceline.parallel.auxiliary_loss import has_auxiliary_loss
+from paceline.parallel.forward import has_global_loss
+from paceline.plan.plan import ResolvedPlan
+from paceline.spec import Spec
+from paceline.task import Task
+
+
+def has_replicas(plan: ResolvedPlan) -> bool:
+    """Return whether all ranks hold the same weights."""
+    return plan.data_ranks > 1 and plan.zero < 2 and not plan.splits_model
+
+
+def check_guard(spec: Spec, plan: ResolvedPlan, requested: str, task: Task, training: Samples) -> None:
+    """Raise PlanError if the comparisons that `spec.guard` requests are impossible.
+
+    requested: the plan in the words of the user.
+    """
+    guard = spec.guard
+    if guard.every is None:
+        return
+    option = f"guard.every={guard.every}"
+    if plan.is_asynchronous:
+        raise PlanError(
+            f"{option} compares weights, and plan {requested} has other weights on each rank; leave it out"
+        )
+    if not has_replicas(plan) and not (guard.locate or guard.recompute):
+        raise PlanError(
+            f"{option} compares replicas, and plan {requested} has a single copy of each weight; add "
+            "guard.locate=true, which finds weights that change between two updates"
+        )
+    has_updates = type(task).updates is not Task.updates
+    if guard.locate and has_updates:
+        raise PlanError(
+            "guard.locate=true requires one update per step, and the task has several; leave it out"
+        )
+    if guard.recompute and (obstacle := _find_obstacle(spec, plan, requested, task, training)) is not None:
+        raise PlanError(f"guard.recompute=true requires {obstacle}; leave it out")
+
+
+def _find_obstacle(
+    spec: Spec, plan: ResolvedPlan, requested: str, task: Task, training: Samples
+) -> str | None:
+    """Return what a loss that a second rank computes requires, and the request lacks; None if nothing."""
+    if plan.dp < 2 or plan.model_degree > 1:
+        return f"data ranks that hold the whole model, which plan {requested} does not have"
+    if spec.compile:
+        return "the same kernels on both ranks, and compile=true may choose others"
+    if find_streams(training.dataset):
+        return "samples that can be read again, and the task has a Stream"
+    if has_global_loss(task) or has_auxiliary_loss(task) or type(task).updates is not Task.updates:
+        return "a loss of each micro-batch alone, without global_loss, auxiliary_loss or updates"
+    return None

@@ -1,0 +1,66 @@
+"""Digest the bits of tensors on their device, in one reading pass."""
+
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from paceline.distributed.dtensor import local_tensor
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORD_BYTES = 8
+WIDTH = 1024  # words of a row: words of equal position in their rows are added
+SMALL = 2**16  # elements up to which tensors of one type are digested together
+ODD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio; multiplication wraps around
+
+
+@torch.no_grad()
+def digest(tensors: Iterable[Tensor]) -> Tensor:
+    """Return a digest of the local bits of tensors, an int64 scalar on their device.
+
+    The digest is a sum of the words, each times an odd number, modulo 2^64. So each single flipped bit
+    changes it for certain, and other differences escape with a chance of about 2^-64. Equal tensors in an
+    equal order have equal digests.
+    """
+    small: dict[torch.dtype, list[Tensor]] = {}
+    sums: list[Tensor] = []
+    for tensor in tensors:
+        bits = view_bits(tensor, in_memory_order=True)
+        if bits.numel() <= SMALL:
+            small.setdefault(bits.dtype, []).append(bits)
+        else:
+            sums.append(_sum_words(bits))
+    sums += [_sum_words(torch.cat(parts)) for parts in small.values()]
+    if not sums:
+        return torch.zeros((), dtype=torch.int64)
+    return (torch.stack(sums) * _odd_numbers(len(sums), sums[0].device)).sum()
+
+
+def view_bits(tensor: Tensor, in_memory_order: bool = False) -> Tensor:
+    """Return the elements of the local part of a tensor as integers, flat."""
+    local = local_tensor(tensor).detach()
+    if local.is_complex():
+        local = torch.view_as_real(local)
+    if in_memory_order and local.dim() == 4 and not local.is_contiguous():
+        local = local.permute(0, 2, 3, 1)  # channels_last, without a copy
+    return local.contiguous().reshape(-1).view(INTEGERS[local.element_size()])
+
+
+def _sum_words(bits: Tensor) -> Tensor:
+    per_word = WORD_BYTES // bits.element_size()
+    if bits.storage_offset() % per_word:
+        bits = bits.clone()
+    whole = bits.numel() // (per_word * WIDTH) * per_word * WIDTH
+    rest = bits[whole:].to(torch.int64)
+    odd = _odd_numbers(WIDTH * (1 + WORD_BYTES), bits.device)
+    total = (rest * odd[WIDTH : WIDTH + rest.numel()]).sum()
+    if whole:
+        columns = bits[:whole].view(torch.int64).view(-1, WIDTH).sum(0)
+        total = total + (columns * odd[:WIDTH]).sum()
+    return total
+
+
+@cache
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
+    return (torch.arange(1, count + 1, dtype=torch.int64, device=device) * ODD) | 1

@@ -1,0 +1,151 @@
+"""Compares digests of weights between ranks, and ends the training if a rank holds other bits."""
+
+import platform
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.distributed.dtensor import is_materialized
+from paceline.errors import CorruptionError
+from paceline.spec.guard import Guard
+from paceline.training.guard.check import has_replicas
+from paceline.training.guard.digest import digest
+from paceline.training.guard.recompute import LossRecomputation
+from paceline.training.guard.suspects import Suspect, record_suspects
+from paceline.training.guard.verdict import Corruption, RankRecord, find_corruption
+from paceline.training.setup import PreparedTraining, RankContext, TrainingData
+from paceline.training.step import TrainingStep
+
+
+class ReplicaGuard:
+    """Follows the weights of this rank. All ranks call the methods in the same order.
+
+    Digests stay on the device until a comparison, so that a step waits for nothing.
+
+    first: steps done before this start.
+    """
+
+    def __init__(self, context: RankContext, prepared: PreparedTraining, data: TrainingData, first: int):
+        guard: Guard = context.spec.guard
+        self.context, self.prepared, self.every = context, prepared, guard.every
+        self.locates = guard.locate and isinstance(prepared.update, TrainingStep)
+        self.has_replicas = has_replicas(context.plan)
+        self.compared = first  # steps done at the last comparison
+        self.step = first
+        self._gradients: list[Tensor] = []
+        self._updated: list[Tensor] = []
+        self._changed = torch.zeros((), dtype=torch.int64, device=context.device)
+        self._last: Tensor | None = None
+        self.recomputation: LossRecomputation | None = None
+        if self.every is None:
+            return
+        if self.locates:
+            prepared.step.after_backward.append(self._record_gradients)
+        if guard.recompute:
+            self.recomputation = LossRecomputation(context, prepared.step, data)
+
+    def _is_compared(self, step: int) -> bool:
+        return self.every is not None and step % self.every == 0
+
+    def before_step(self, step: int) -> None:
+        """Prepare a step. `step`: steps done before it. A collective if the guard recomputes losses."""
+        self.step = step
+        if self.recomputation is not None and self._is_compared(step + 1):
+            self.recomputation.begin(step)
+
+    def _record_gradients(self) -> None:
+        """Record the gradients, and whether the weights are as the last update left them."""
+        if self.has_replicas:
+            gradients = [
+                parameter.grad for parameter in self.prepared.step.params if parameter.grad is not None
+            ]
+            self._gradients.append(digest(gradients))
+        if self._last is not None:
+            differs = (self._digest_weights() != self._last) & (self._changed == 0)
+            self._changed = torch.where(differs, self.step + 1, self._changed)
+
+    def after_step(self, step: int) -> None:
+        """Record the weights after a step. `step`: steps done."""
+        self.step = step
+        if self.locates:
+            self._last = self._digest_weights()
+            if self.has_replicas:
+                self._updated.append(self._last)
+
+    def _digest_weights(self) -> Tensor:
+        return digest(
+            parameter for parameter in self.prepared.model.parameters() if is_materialized(parameter)
+        )
+
+    def compare(self, is_saved: bool = False) -> list[Corruption]:
+        """Return the faults of weights, gradients and losses since the last comparison. A collective.
+
+        Compares only if it is time, or if the weights are saved next. The result is the same on all ranks.
+        """
+        if self.every is None or not (is_saved or self._is_compared(self.step)) or self.step == self.compared:
+            return []
+        found = find_corruption(self._gather_records(), self.compared + 1)
+        if self.recomputation is not None and self._is_compared(self.step):
+            found += self.recomputation.compare()
+        if not found:
+            self.compared = self.step
+            self._gradients, self._updated = [], []
+            self._changed = torch.zeros_like(self._changed)
+        return found
+
+    def _gather_records(self) -> list[RankRecord]:
+        """Return the records of all ranks, in one small all-gather."""
+        ranks = self.context.world.size
+        weights = self._last if self._last is not None and self.locates else self._digest_weights()
+        own = torch.stack([weights.to(self._changed.device), self._changed, *self._gradients, *self._updated])
+        rows = [own]
+        if ranks > 1:
+            rows = [torch.empty_like(own) for _ in range(ranks)]
+            dist.all_gather(rows, own)
+        records = []
+        for rank, row in enumerate(torch.stack(rows).tolist()):
+            gradients, updated = row[2 : 2 + len(self._gradients)], row[2 + len(self._gradients) :]
+            records.append(
+                RankRecord(
+                    copy=0 if self.has_replicas else rank,
+                    weights=row[0],
+                    changed_in=row[1],
+                    gradients=tuple(gradients),
+                    updated=tuple(updated),
+                )
+            )
+        return records
+
+    def fail(self, found: list[Corruption]) -> None:
+        """Record the faults in the run, and raise CorruptionError. A collective."""
+        world, run = self.context.world, self.context.run
+        hosts: list[str | None] = [platform.node()] * world.size
+        if world.size > 1:
+            dist.all_gather_object(hosts, platform.node())
+        if run is not None and world.rank == _choose_writer(found, world.size):
+            suspects = [
+                Suspect(
+                    rank=rank,
+                    host=hosts[rank] or "",
+                    step=self.step,
+                    certain=fault.is_certain,
+                    what=fault.what,
+                )
+                for fault in found
+                for rank in fault.ranks
+            ]
+            record_suspects(run, suspects)
+        on_hosts = " and ".join(sorted({hosts[rank] or "" for rank in found[0].ranks}))
+        before = f"at step {self.compared} nothing was wrong; " if self.compared else ""
+        hint = run.hint() if run is not None else "nothing was saved"
+        raise CorruptionError(
+            f"silent corruption, found after step {self.step}: {found[0].what}; {before}"
+            f"test the memory and the processors of {on_hosts}; {hint}"
+        )
+
+
+def _choose_writer(found: list[Corruption], ranks: int) -> int:
+    """Return the rank that records the faults: the first that no fault names, if there is one."""
+    named = {rank for fault in found for rank in fault.ranks}
+    return next((rank for rank in range(ranks) if rank not in named), 0)

@@ -1,0 +1,430 @@
+"""Flipped bits are found, located and attributed; healthy trainings raise no alarm."""
+
+import os
+import random
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import models
+from harness import ranks, train_on_ranks
+from paceline import RunFolder, Spec, train
+from paceline.drill.bit_flip import MANTISSA_BITS, flip_bit
+from paceline.errors import CorruptionError, PlanError
+from paceline.plan.plan import parse
+from paceline.spec import Guard, Optimizer, Save
+from paceline.training.checkpoint import save as checkpoint
+from paceline.training.guard.digest import SMALL, WIDTH, digest
+from paceline.training.guard.recompute import find_wrong_losses
+from paceline.training.guard.suspects import Suspect, read_suspects, record_suspects
+from paceline.training.guard.verdict import Corruption, RankRecord, find_corruption
+from paceline.training.step import TrainingStep
+
+STEPS = 12
+
+# Digests
+
+SHAPES = [(), (1,), (3, 5), (WIDTH * 2 + 7,), (SMALL + 3,), (2, 3, 4, 5)]
+
+
+def fill(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:]
+)
+def test_every_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None:
+    tensors = [fill(dtype, shape, seed) for seed, shape in enumerate(SHAPES)]
+    expected, rng = int(digest(tensors)), random.Random(1)
+    assert int(digest([tensor.clone() for tensor in tensors])) == expected
+    for tensor in tensors:
+        raw = tensor.view(-1).numpy(force=True) if dtype != torch.bfloat16 else None
+        raw = (raw if raw is not None else tensor.view(-1).view(torch.int16).numpy()).view(np.uint8)
+        for _ in range(20):
+            at, bit = rng.randrange(raw.size), 1 << rng.randrange(8)
+            raw[at] ^= bit
+            assert int(digest(tensors)) != expected
+            raw[at] ^= bit
+    assert int(digest(tensors)) == expected
+
+
+def test_order_and_exchanged_elements_change_the_digest() -> None:
+    values = fill(torch.float32, (64,), 3)
+    exchanged = values.clone()
+    exchanged[:2] = values[:2].flip(0)
+    assert int(digest([values])) != int(digest([exchanged]))
+    assert int(digest([values[:32], values[32:]])) != int(digest([values[32:], values[:32]]))
+    assert int(digest([])) == 0
+
+
+def test_views_and_formats_of_memory_have_digests() -> None:
+    """Parts of a buffer that begin between words, and weights in channels_last."""
+    buffer = fill(torch.float32, (SMALL + 9,), 4)
+    assert int(digest([buffer[1 : SMALL + 8]])) == int(digest([buffer[1 : SMALL + 8].clone()]))
+    images = fill(torch.float32, (4, 3, 5, 5), 5).to(memory_format=torch.channels_last)
+    changed = images.clone()
+    changed[1, 2, 3, 4] += 1
+    assert int(digest([images])) == int(digest([images.clone()])) != int(digest([changed]))
+
+
+@pytest.mark.parametrize("dtype", list(MANTISSA_BITS), ids=lambda dtype: str(dtype)[6:])
+def test_a_flip_changes_one_bit_and_stays_finite(dtype: torch.dtype) -> None:
+    before = fill(dtype, (3, 4), 6) + 1
+    after = before.clone()
+    assert flip_bit([torch.zeros(3, dtype=torch.int64), after], random.Random(2)) is not None
+    assert int((after != before).sum()) == 1
+    assert after.isfinite().all()
+    assert flip_bit([torch.zeros(3, dtype=torch.int64)], random.Random(2)) is None
+
+
+# Verdicts
+
+
+def record(weights: int, gradients: str = "", updated: str = "", **fields: int) -> RankRecord:
+    return RankRecord(
+        weights=weights, gradients=tuple(map(ord, gradients)), updated=tuple(map(ord, updated)), **fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([record(1, copy=0)] * 4, []),
+        (
+            [record(1, copy=0), record(2, copy=0), record(1, copy=0)],
+            [Corruption((1,), None, "rank 1 holds other weights than ranks 0, 2")],
+        ),
+        (
+            [record(1, copy=0), record(2, copy=0)],
+            [Corruption((0, 1), None, "ranks 0, 1 hold different weights, and none is in the majority")],
+        ),
+        (
+            [
+                record(3, "abd", "rsu", copy=0),
+                record(2, "abc", "rst", copy=0),
+                record(2, "abc", "rst", copy=0),
+            ],
+            [Corruption((0,), 13, "rank 0 holds other gradients than ranks 1, 2 since step 13")],
+        ),
+        (
+            [
+                record(2, "abc", "rst", copy=0),
+                record(3, "abc", "rzz", copy=0),
+                record(2, "abc", "rst", copy=0),
+            ],
+            [Corruption((1,), 12, "rank 1 holds other weights than ranks 0, 2 since step 12")],
+        ),
+        (
+            [record(1, copy=0), record(2, copy=0, changed_in=7)],
+            [
+                Corruption(
+                    (1,), 7, "the weights of rank 1 changed outside of an update, before the update of step 7"
+                )
+            ],
+        ),
+        ([record(1, copy=0), record(2, copy=1), record(1, copy=0), record(2, copy=1)], []),
+        (
+            [record(1, copy=0)] * 3 + [record(5, copy=0), record(6, copy=0)],
+            [Corruption((3, 4), None, "ranks 3, 4 hold other weights than ranks 0, 1, 2")],
+        ),
+    ],
+    ids=["healthy", "majority", "pair", "gradient", "weights", "noticed", "groups", "two"],
+)
+def test_verdict(records: list[RankRecord], expected: list[Corruption]) -> None:
+    assert find_corruption(records, 11) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([(1, 1, 2), (2, 2, 3), (3, 3, 1)], []),
+        ([(9, 1, 2), (2, 2, 3), (3, 3, 1)], [(0,)]),
+        ([(1, 1, 2), (2, 9, 3), (3, 3, 1)], [(1,)]),
+        ([(1, 1, 2), (2, 2, 9), (3, 3, 1)], [(1, 2)]),
+    ],
+    ids=["healthy", "original", "repeated", "other"],
+)
+def test_losses_that_are_not_repeated_name_ranks(rows: list, named: list) -> None:
+    assert [corruption.ranks for corruption in find_wrong_losses(rows, 3)] == named
+
+
+def test_suspects_are_kept_in_the_run(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert read_suspects(run) == []
+    suspect = Suspect(rank=3, host="n1", step=7, certain=True, what="rank 3 holds other weights", time=5.0)
+    record_suspects(run, [suspect])
+    with run.suspects.open("a") as file:
+        file.write('damaged\n{"rank": "x"}\n')
+    record_suspects(run, [suspect])
+    assert read_suspects(run) == [suspect, suspect]
+
+
+# Trainings on ranks
+
+
+def request(guard: Guard | None = None, **fields: Any) -> Spec:
+    return Spec(
+        steps=STEPS,
+        batch=24,
+        seed=3,
+        optimizer=Optimizer(lr=1e-2),
+        save=Save(every=4, minutes=float("inf")),
+        threads=1,
+        guard=guard or Guard(),
+        **fields,
+    )
+
+
+@contextmanager
+def flipped(what: str, rank: int, step: int, seed: int) -> Any:
+    """Flip a bit on a rank: of a weight in a forward pass, or of a gradient after its reduction."""
+    rng, original, update = random.Random(seed), TrainingStep.backward, TrainingStep.update
+
+    def backward(self: TrainingStep, batches: Any, done: int) -> Any:
+        if what == "weight" and done == step and os.environ["RANK"] == str(rank):
+            assert flip_bit(self.params, rng) is not None
+        return original(self, batches, done)
+
+    def change(self: TrainingStep, *arguments: Any) -> Any:
+        if what == "gradient" and self.steps_seen == step and os.environ["RANK"] == str(rank):
+            assert flip_bit([parameter.grad for parameter in self.params], rng, lasts=False) is not None
+        self.steps_seen += 1
+        return update(self, *arguments)
+
+    TrainingStep.steps_seen = 0  # type: ignore[attr-defined]
+    TrainingStep.backward, TrainingStep.update = backward, change  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TrainingStep.backward, TrainingStep.update = original, update  # type: ignore[method-assign]
+        del TrainingStep.steps_seen  # type: ignore[attr-defined]
+
+
+def train_with_flip(
+    plan: str, what: str, rank: int, step: int, seed: int, spec: Spec, run: Path | None = None
+) -> tuple[str, int]:
+    """Return the message of the error, and the number of steps that were done; "" without an error."""
+    done = 0
+    with flipped(what, rank, step, seed):
+        try:
+            for event in train(
+                spec, parse(plan), task=models.Points(), run=RunFolder(run) if run is not None else None
+            ):
+                done = max(done, getattr(event, "step", 0))
+        except CorruptionError as error:
+            return str(error), done
+    return "", done
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("size", "plan", "what", "guard", "expected"),
+    [
+        (3, "ddp", "gradient", Guard(every=4), "rank 1 holds other weights than ranks 0, 2;"),
+        (
+            3,
+            "ddp",
+            "gradient",
+            Guard(every=4, locate=True),
+            "rank 1 holds other weights than ranks 0, 2 since step 6;",
+        ),
+        (2, "ddp", "gradient", Guard(every=4), "ranks 0, 1 hold different weights, and none is in"),
+        *(
+            (
+                2,
+                plan,
+                "weight",
+                Guard(every=4, locate=True),
+                "the weights of rank 1 changed outside of an update, before the update of step 6;",
+            )
+            for plan in ("ddp", "zero1", "zero2", "zero3")
+        ),
+    ],
+    ids=["majority", "located", "pair", "ddp", "zero1", "zero2", "zero3"],
+)
+def test_flips_are_found_at_the_next_comparison(
+    size: int, plan: str, what: str, guard: Guard, expected: str, tmp_path: Path
+) -> None:
+    spec = request(guard)
+    results = ranks(size)(train_with_flip, plan, what, 1, 5, 1, spec, tmp_path)
+    for message, done in results:
+        assert message.startswith(f"silent corruption, found after step 8: {expected}")
+        assert "at step 4 nothing was wrong" in message
+        assert done <= 8
+    run = RunFolder(tmp_path)
+    assert run.checkpoints() == [4], "no checkpoint has corrupted weights"
+    assert {suspect.rank for suspect in read_suspects(run)} == ({0, 1} if "ranks 0, 1" in expected else {1})
+
+
+@pytest.mark.processes
+def test_the_flip_is_not_found_without_comparisons() -> None:
+    """A negative control: the same flip changes the training, and nothing else notices."""
+    assert [message for message, _ in ranks(2)(train_with_flip, "ddp", "weight", 1, 5, 1, request())] == [
+        "",
+        "",
+    ]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", ["ddp", "zero3", "ddp,microbatches=2"])
+def test_comparisons_change_nothing(plan: str) -> None:
+    guard = Guard(every=2, locate=True, recompute=True)
+    task = models.NormedImages()
+    plain = train_on_ranks(2, task, request(precision="fp64"), plan)
+    guarded = train_on_ranks(2, task, request(guard, precision="fp64"), plan)
+    assert plain.losses == guarded.losses
+    for name, value in plain.weights.items():
+        np.testing.assert_array_equal(value, guarded.weights[name])
+
+
+class WrongOnce(models.Points):
+    """A loss that one rank computes wrongly in one step, as after a flipped activation."""
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        loss = super().loss(output, batch)
+        if torch.is_grad_enabled() and type(loss.data) is Tensor and loss.device.type != "meta":
+            WrongOnce.calls += 1
+            if os.environ.get("RANK") == "1" and WrongOnce.calls == 8:
+                return loss * (1 + 1e-6)
+        return loss
+
+    calls = 0
+
+
+def train_wrongly(plan: str, spec: Spec) -> str:
+    WrongOnce.calls = 0
+    try:
+        list(train(spec, parse(plan), task=WrongOnce()))
+    except CorruptionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_a_loss_that_another_rank_cannot_repeat_is_found(plan: str) -> None:
+    for guard, is_found in ((Guard(every=1, recompute=True), True), (Guard(every=1, locate=True), False)):
+        messages = ranks(2)(train_wrongly, plan, request(guard))
+        assert all(("rank 1 did not repeat its loss of step" in message) == is_found for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("plan", "guard", "message"),
+    [
+        (
+            "zero3",
+            Guard(every=5),
+            "guard.every=5 compares replicas, and plan zero3 has a single copy of each weight; add "
+            "guard.locate=true, which finds weights that change between two updates",
+        ),
+        (
+            "local-sgd,period=2",
+            Guard(every=5),
+            "guard.every=5 compares weights, and plan local-sgd,period=2 has other weights on each rank; "
+            "leave it out",
+        ),
+        (
+            "tp=2",
+            Guard(every=5, recompute=True),
+            "guard.recompute=true requires data ranks that hold the whole model, which plan tp=2 does not "
+            "have; leave it out",
+        ),
+    ],
+    ids=["zero3", "local-sgd", "tp"],
+)
+@pytest.mark.processes
+def test_impossible_comparisons_are_errors(plan: str, guard: Guard, message: str) -> None:
+    assert ranks(2)(find_error, plan, request(guard)) == [message, message]
+
+
+def find_error(plan: str, spec: Spec) -> str:
+    try:
+        list(train(spec, parse(plan), task=models.Points()))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+# Checkpoints
+
+
+def resume_run(plan: str, spec: Spec, run: Path, flips: bool) -> str:
+    """Continue a run, after a bit of the loaded weights flipped on the last rank. Return the error."""
+    load_ = checkpoint.load_
+
+    def load_flipped_(path: Path, model: Any, *rest: Any) -> Any:
+        result = load_(path, model, *rest)
+        if flips and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+            assert flip_bit(list(model.parameters())[:1], random.Random(1)) is not None
+        return result
+
+    checkpoint.load_ = load_flipped_
+    try:
+        list(train(spec, parse(plan), task=models.Points(), run=RunFolder(run)))
+    except CorruptionError as error:
+        return str(error)
+    finally:
+        checkpoint.load_ = load_
+    return ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("size", "written", "read", "flips", "guard"),
+    [
+        (2, "ddp", "zero3", False, Guard(every=4)),
+        (2, "zero3", "ddp", False, Guard(every=4, locate=True)),
+        (3, "zero3", "zero2", True, Guard(every=4, locate=True)),
+        (2, "ddp", "ddp", True, Guard(every=4)),
+        (2, "ddp", "ddp", True, Guard()),
+    ],
+    ids=["to zero3", "to ddp", "zero3 flipped", "ddp flipped", "no guard"],
+)
+def test_loaded_weights_are_compared_with_those_before_the_save(
+    size: int, written: str, read: str, flips: bool, guard: Guard, tmp_path: Path
+) -> None:
+    assert ranks(size)(resume_run, written, request(guard), tmp_path, False) == [""] * size
+    longer = request().model_copy(update={"steps": STEPS + 2})
+    for message in ranks(2)(resume_run, read, longer, tmp_path, flips):
+        is_found = flips and guard.every is not None
+        assert ("other bits of 0.weight than the training had at step 12" in message) == is_found, message
+
+
+# Long sweeps
+
+
+def count_alarms(plan: str, steps: int, guard: Guard) -> str:
+    spec = request(guard).model_copy(update={"steps": steps, "save": Save(minutes=float("inf"))})
+    try:
+        list(train(spec, parse(plan), task=models.Points()))
+    except CorruptionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_ten_thousand_healthy_steps_raise_no_alarm(plan: str) -> None:
+    guard = Guard(every=10, locate=True, recompute=True)
+    assert ranks(2)(count_alarms, plan, 10_000, guard, timeout_s=500.0) == ["", ""]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])
+def test_all_flipped_weights_are_found(plan: str) -> None:
+    guard = Guard(every=4, locate=True)
+    for seed in range(25):
+        step, rank = 1 + seed % 6, seed % 2
+        for message, done in ranks(2)(train_with_flip, plan, "weight", rank, step, seed, request(guard)):
+            assert f"the weights of rank {rank} changed" in message, (seed, message)
+            assert f"before the update of step {step + 1};" in message
+            assert done <= step + 4
