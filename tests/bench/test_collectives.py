@@ -512,7 +512,7 @@ def test_compare_two_files(tmp_path):
         ({"axes": "tp"}, "axis tp requires a plan; add --plan, e.g. --plan tp=2"),
         ({"axes": "nodes"}, "unknown axis nodes; did you mean node?"),
         ({"plan": "tp=3"}, "plan tp=3 requires a multiple of tp=3 = 3 ranks, got 2"),
-        ({"ranks": 1}, "collectives require at least 2 ranks, got 1; use --ranks 2 or more"),
+        ({"ranks": "1"}, "collectives require at least 2 ranks, got 1; use --ranks 2 or more"),
         ({"plot": Path("a.gif")}, "cannot draw a.gif: its name must end in .svg or .png"),
         ({"json": Path("none/a.json")}, "no such folder: none; create it first"),
         (
@@ -547,7 +547,8 @@ def test_wrong_row_is_reported_and_fails(num_wrong, status, monkeypatch, capsys)
         "something was left out",
     ]
     monkeypatch.setattr(
-        "paceline.bench.collectives.workers.run_workers", lambda request, ranks: (item for item in items)
+        "paceline.bench.collectives.workers.run_workers",
+        lambda request, ranks, environ: (item for item in items),
     )
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     with pytest.raises(typer.Exit) as over:

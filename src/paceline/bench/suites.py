@@ -36,7 +36,7 @@ def run_collectives(ranks: int, device: "torch.device", budget_s: float, watch: 
     interrupted = False
     others = OtherPrograms()
     try:
-        with contextlib.closing(run_workers(request, ranks)) as items:  # type: ignore[type-var]
+        with contextlib.closing(run_workers(request, ranks)) as items:
             for item in items:
                 collected.append(item)
                 if not isinstance(item, str):
@@ -45,7 +45,7 @@ def run_collectives(ranks: int, device: "torch.device", budget_s: float, watch: 
         interrupted = True
         collected.append(INTERRUPTED_NOTE)
     collected += others.notes()
-    return CollectedResult(build_result(request, ranks, ranks, collected), interrupted)
+    return CollectedResult(build_result(request, (ranks,), ranks, collected), interrupted)
 
 
 def run_compute(

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.bench.collectives.operations import OPERATIONS
+from paceline.bench.collectives.operations import ALL_OPERATIONS, REDUCTIONS
 from paceline.bench.result import Row, Value
 from paceline.cluster.facts import Fact, Link
 
-FIT_KEYS = ("operation", "backend", "axis", "ranks", "dtype", "place")  # equal in the rows of one fit
+# Equal in the rows of one fit; only rows of a sweep have an algorithm.
+FIT_KEYS = ("operation", "backend", "axis", "ranks", "dtype", "place", "algorithm")
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def fit_rows(rows: Iterable[Row]) -> tuple[dict[str, Value], ...]:
         sizes = {row["bytes"]: row for row in group}
         if len(sizes) < 2:
             continue
-        operation = OPERATIONS[str(common["operation"])]
+        operation = ALL_OPERATIONS[str(common["operation"])]
         factor = operation.factor(_int(common["ranks"]))
         line = fit(
             [factor * _int(size) for size in sizes], [_float(row["median_s"]) for row in sizes.values()]
@@ -114,7 +115,7 @@ def _group_rows(rows: Iterable[Row]) -> list[tuple[dict[str, Value], list[Row]]]
     for row in rows:
         order.setdefault(key(row), len(order))
     groups = [[*group] for _, group in groupby(sorted(rows, key=lambda row: order[key(row)]), key)]
-    return [({name: group[0].get(name) for name in FIT_KEYS}, group) for group in groups]
+    return [({name: group[0][name] for name in FIT_KEYS if name in group[0]}, group) for group in groups]
 
 
 def links_from_fits(summary: Iterable[Row]) -> tuple[Link, ...]:
@@ -125,6 +126,8 @@ def links_from_fits(summary: Iterable[Row]) -> tuple[Link, ...]:
     """
     best: dict[tuple[Value, ...], Row] = {}
     for row in summary:
+        if row["operation"] in REDUCTIONS or row.get("algorithm"):
+            continue
         if row.get("spans") not in ("node", "across") or not row.get("beta_Bps"):
             continue
         key = tuple(row[name] for name in ("spans", "backend", "operation", "ranks"))

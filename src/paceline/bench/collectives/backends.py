@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from paceline.bench.collectives.operations import ROOT, GroupRank
+from paceline.bench.collectives.operations import AVERAGE, MAX, MIN, PRODUCT, REDUCTIONS, ROOT, GroupRank
 from paceline.bench.timer import WALL, Clock, cuda_event_clock
 from paceline.distributed.process_group import choose_device, process_group
 from paceline.distributed.world import World
@@ -115,6 +115,30 @@ TORCH_IN_PLACE: Mapping[str, Call] = {
 }
 
 
+def _torch_reductions() -> Iterator[tuple[str, Call]]:
+    """Yield the calls in place with another reduction than the sum, by name."""
+    ops = {
+        MIN: dist.ReduceOp.MIN,
+        MAX: dist.ReduceOp.MAX,
+        PRODUCT: dist.ReduceOp.PRODUCT,
+        AVERAGE: dist.ReduceOp.AVG,
+    }
+
+    def build(name: str, op: Any) -> Call:
+        if name.startswith("all-reduce"):
+            return lambda group, at, input, output: partial(dist.all_reduce, output, op=op, group=group)
+        if name.startswith("reduce-scatter"):
+            return lambda group, at, input, output: partial(
+                reduce_scatter_single, output, input, op=op, group=group
+            )
+        return lambda group, at, input, output: partial(
+            dist.reduce, output, op=op, group=group, group_dst=ROOT
+        )
+
+    for name, operation in REDUCTIONS.items():
+        yield name, build(name, ops[operation.reduction])
+
+
 class TorchPeers:
     """Peers over torch's default process group."""
 
@@ -143,7 +167,8 @@ def _torch_backend(name: str, device: torch.device, timeout_s: float) -> Backend
     about = f"{name} of torch {torch.__version__}"
     if device.type == "cuda":
         about += f", {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    return Backend(name, about, device, clock, group, TORCH_OUT_OF_PLACE, TORCH_IN_PLACE)
+    in_place = {**TORCH_IN_PLACE, **dict(_torch_reductions())}
+    return Backend(name, about, device, clock, group, TORCH_OUT_OF_PLACE, in_place)
 
 
 # --- MPI ---
@@ -200,6 +225,26 @@ def _mpi_calls(in_place_flag: Any) -> tuple[Mapping[str, Call], Mapping[str, Cal
     )
 
 
+def _mpi_reductions(MPI: Any) -> Mapping[str, Call]:
+    """Return the calls out of place with another reduction than the sum. MPI has no average."""
+    ops = {MIN: MPI.MIN, MAX: MPI.MAX, PRODUCT: MPI.PROD}
+
+    def build(name: str, op: Any) -> Callable[[Any, Any, Any], Run]:
+        if name.startswith("all-reduce"):
+            return lambda comm, sent, got: partial(comm.Allreduce, sent, got, op=op)
+        if name.startswith("reduce-scatter"):
+            return lambda comm, sent, got: partial(comm.Reduce_scatter_block, sent, got, op=op)
+        return lambda comm, sent, got: partial(
+            comm.Reduce, sent, got if _is_root(comm) else None, op=op, root=ROOT
+        )
+
+    return {
+        name: _as_call(build(name, ops[operation.reduction]))
+        for name, operation in REDUCTIONS.items()
+        if operation.reduction in ops
+    }
+
+
 class MpiPeers:
     """Peers over an MPI communicator. `max_op`: MPI.MAX; `in_place_flag`: MPI.IN_PLACE."""
 
@@ -239,7 +284,11 @@ def _mpi_backend() -> tuple[Backend, Peers]:
 
     library = MPI.Get_library_version().split(",")[0].strip()
     about = f"{library}, host memory, through mpi4py {__version__}"
-    backend = Backend("mpi", about, torch.device("cpu"), WALL, group, *_mpi_calls(MPI.IN_PLACE))
+    out_of_place, in_place = _mpi_calls(MPI.IN_PLACE)
+    reductions = _mpi_reductions(MPI)
+    backend = Backend(
+        "mpi", about, torch.device("cpu"), WALL, group, {**out_of_place, **reductions}, in_place
+    )
     return backend, MpiPeers(world, MPI.MAX, MPI.IN_PLACE)
 
 

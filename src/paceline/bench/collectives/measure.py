@@ -15,7 +15,7 @@ import torch
 
 from paceline.bench.collectives.backends import Backend, Call, Peers, join_backends
 from paceline.bench.collectives.operations import (
-    OPERATIONS,
+    ALL_OPERATIONS,
     CollectiveOperation,
     GroupRank,
     bandwidths_GBps,
@@ -119,7 +119,7 @@ def _build_cases(
                     for backend in backends:
                         for place in request.places if sized else ("in",):
                             case = CollectiveCase(
-                                OPERATIONS[name], backend, axis, dtype, place == "in", size_bytes
+                                ALL_OPERATIONS[name], backend, axis, dtype, place == "in", size_bytes
                             )
                             if case.call is not None:
                                 yield case

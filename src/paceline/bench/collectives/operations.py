@@ -6,7 +6,7 @@ the tensor of each rank in all-to-all.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.plan.comm_volume import RING_FACTORS
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 PERIOD = 5  # of the test values along a tensor
+SUM, MIN, MAX, PRODUCT, AVERAGE = "sum", "min", "max", "product", "average"
 ROOT = 0
 
 
@@ -28,11 +29,12 @@ class GroupRank:
 
 @dataclass(frozen=True)
 class KnownValues:
-    """`count` test values of a rank, from position `start`. If `rank` is None, their sums over all ranks."""
+    """`count` test values of a rank, from position `start`. If `rank` is None, the reduced ones."""
 
     rank: int | None
     start: int
     count: int
+    reduction: str = SUM  # which the values are for, and by which those of all ranks are reduced
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class CollectiveOperation:
     expected: Callable[[GroupRank, int], list[KnownValues]]
     given: Callable[[GroupRank, int], list[KnownValues]] = lambda at, count: [KnownValues(at.rank, 0, count)]
     splits: bool = False  # S consists of one block per rank
+    reduction: str = SUM  # of operations that reduce
 
 
 def _block(at: GroupRank, count: int) -> tuple[int, int]:
@@ -142,6 +145,30 @@ OPERATIONS = {
 }
 
 
+def _reduce_by(operation: CollectiveOperation, reduction: str) -> CollectiveOperation:
+    """Return an operation such as all-reduce with another reduction than the sum."""
+
+    def of(blocks: list[KnownValues]) -> list[KnownValues]:
+        return [replace(block, reduction=reduction) for block in blocks]
+
+    return replace(
+        operation,
+        name=f"{operation.name}-{reduction}",
+        reduction=reduction,
+        given=lambda at, count: of(operation.given(at, count)),
+        expected=lambda at, count: of(operation.expected(at, count)),
+    )
+
+
+# all-reduce-max and so on. Only measured if they are named, since a training reduces by sums.
+REDUCTIONS = {
+    operation.name: operation
+    for name in ("all-reduce", "reduce-scatter", "reduce")
+    for operation in (_reduce_by(OPERATIONS[name], reduction) for reduction in (MIN, MAX, PRODUCT, AVERAGE))
+}
+ALL_OPERATIONS = OPERATIONS | REDUCTIONS
+
+
 def build_tensor(
     blocks: list[KnownValues], ranks: int, dtype: "torch.dtype", device: "torch.device | str"
 ) -> "torch.Tensor":
@@ -151,9 +178,9 @@ def build_tensor(
     parts = [torch.empty(0, dtype=dtype, device=device)]
     for block in blocks:
         period = (
-            sum(map(_period_of_rank, range(ranks)), torch.zeros(PERIOD, dtype=torch.int64))
+            _reduce([_period_of_rank(rank, ranks, block.reduction) for rank in range(ranks)], block.reduction)
             if block.rank is None
-            else _period_of_rank(block.rank)
+            else _period_of_rank(block.rank, ranks, block.reduction)
         )
         shift = block.start % PERIOD
         repeats = (shift + block.count) // PERIOD + 1
@@ -161,20 +188,53 @@ def build_tensor(
     return torch.cat(parts) if len(parts) > 2 else parts[-1]
 
 
-def _period_of_rank(rank: int) -> "torch.Tensor":
+def _reduce(periods: "list[torch.Tensor]", reduction: str) -> "torch.Tensor":
+    import torch
+
+    stacked = torch.stack(periods)
+    if reduction == AVERAGE:
+        return stacked.sum(0) // len(periods)  # without a remainder
+    reduced: torch.Tensor = {
+        SUM: lambda: stacked.sum(0),
+        MIN: lambda: stacked.amin(0),
+        MAX: lambda: stacked.amax(0),
+        PRODUCT: lambda: stacked.prod(0),
+    }[reduction]()
+    return reduced
+
+
+def _period_of_rank(rank: int, ranks: int, reduction: str) -> "torch.Tensor":
     """Return one period of a rank's values: [0, 1, 2, 3, 4] + rank.
 
     From rank 16 the values cancel out, so that every type holds sums over many ranks exactly, in any order.
+    The factors of a product are 1 and -1, and a 2 of one rank at each position. The terms of an average
+    differ between ranks by 1, 0 and -1, which cancel out.
     """
     import torch
 
     values = torch.arange(PERIOD)
+    if reduction == PRODUCT:
+        signs = 1 - 2 * ((values + rank) % 2)
+        return torch.where((values + rank) % PERIOD == 0, 2, signs) if rank < PERIOD else signs
+    if reduction == AVERAGE:
+        return values + 1 + (-1 if rank % 2 else 1 if rank + 1 < ranks else 0)
     return values + rank % 7 if rank < 16 else (values + rank) % PERIOD - 2
 
 
 def count_wrong(output: "torch.Tensor", blocks: list[KnownValues], ranks: int) -> int:
-    """Return the number of output elements that differ from the expected values."""
-    return int((output != build_tensor(blocks, ranks, output.dtype, output.device)).sum()) if blocks else 0
+    """Return the number of output elements that differ from the expected values.
+
+    An average may differ by the rounding of `ranks` terms, since a back end may multiply each by 1 / ranks.
+    """
+    import torch
+
+    if not blocks:
+        return 0
+    expected = build_tensor(blocks, ranks, output.dtype, output.device)
+    if blocks[0].reduction == AVERAGE and output.is_floating_point():
+        limit = ranks * PERIOD * torch.finfo(output.dtype).eps
+        return int(((output - expected).abs().double() > limit).sum())
+    return int((output != expected).sum())
 
 
 def bandwidths_GBps(

@@ -24,6 +24,7 @@ class CollectiveRequest(Value):
     places: tuple[str, ...] = ("out", "in")
     axes: tuple[str, ...] = ()
     plan: str | None = None
+    algorithms: tuple[str, ...] = ()  # of nccl, such as "Ring/LL"; empty: nccl chooses
     seconds: Annotated[float, Field(gt=0)] = 0.2  # per row, without its warm-up
     timeout_s: Annotated[float, Field(gt=0)] = 300.0  # per call
 
@@ -37,6 +38,47 @@ def parse_names(text: str, known: "tuple[str, ...]", what: str) -> tuple[str, ..
     if not names:
         raise BenchError(f"no {what} in {text!r}; choose from {', '.join(known)}")
     return names
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Return numbers of ranks, sorted: `"8,2"` -> `(2, 8)`. Raises BenchError."""
+    try:
+        counts = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        raise BenchError(f"--ranks must be numbers such as 2 or 2,4,8, got {text!r}") from None
+    if counts[0] < 2:
+        raise BenchError(f"collectives require at least 2 ranks, got {counts[0]}; use --ranks 2 or more")
+    return tuple(counts)
+
+
+# Names by which NCCL_ALGO and NCCL_PROTO know them (NCCL 2.27).
+ALGORITHMS = {
+    name.lower(): name
+    for name in ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
+}
+PROTOCOLS = {name.lower(): name for name in ("LL", "LL128", "Simple")}
+
+
+def parse_algorithms(text: str) -> tuple[str, ...]:
+    """Return algorithms of nccl: `"ring,tree/ll"` -> `("Ring", "Tree/LL")`. Raises BenchError."""
+    chosen = []
+    for word in text.split(","):
+        algorithm, slash, protocol = word.strip().lower().partition("/")
+        for name, known, what in (
+            (algorithm, ALGORITHMS, "algorithm"),
+            *([(protocol, PROTOCOLS, "protocol")] if slash else []),
+        ):
+            if name not in known:
+                choices = ", ".join(known.values())
+                raise BenchError(f"--nccl {text}: unknown {what} {name!r}; choose from {choices}")
+        chosen.append(ALGORITHMS[algorithm] + (f"/{PROTOCOLS[protocol]}" if slash else ""))
+    return tuple(dict.fromkeys(chosen))
+
+
+def algorithm_environ(algorithm: str) -> dict[str, str]:
+    """Return the environment variables that select an algorithm of nccl."""
+    name, slash, protocol = algorithm.partition("/")
+    return {"NCCL_ALGO": name} | ({"NCCL_PROTO": protocol} if slash else {})
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -15,14 +15,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 import psutil
 
 from paceline.bench.collectives.alpha_beta import fit_rows
-from paceline.bench.collectives.request import KEYS, CollectiveRequest
+from paceline.bench.collectives.latency import explain_latencies
+from paceline.bench.collectives.request import KEYS, CollectiveRequest, algorithm_environ
 from paceline.bench.result import Result, Row
 from paceline.cluster.limits import usable_cores
 from paceline.errors import BenchError, Error, RankError
@@ -36,37 +37,57 @@ NOTE, ERROR = "note", "error"  # keys of lines that are not rows
 
 
 def build_result(
-    request: CollectiveRequest, ranks: int, local_ranks: int, items: Sequence[Row | str]
+    request: CollectiveRequest, counts: Sequence[int], local_ranks: int, items: Sequence[Row | str]
 ) -> Result:
-    """Return the result of these rows and notes. `local_ranks`: number of ranks on this machine."""
+    """Return the result of these rows and notes.
+
+    counts: numbers of ranks. local_ranks: the largest number of ranks on this machine.
+    """
     rows = tuple(dict(item) for item in items if not isinstance(item, str))
-    notes = [item for item in items if isinstance(item, str)]
+    notes = list(dict.fromkeys(item for item in items if isinstance(item, str)))
     if local_ranks > (cores := usable_cores()):
         notes.append(
             f"{local_ranks} ranks share {several(cores, 'core')} and wait for each other: "
             "the times are not those of the network"
         )
-    settings = request.model_dump(mode="json") | {"ranks": ranks}
+    settings = request.model_dump(mode="json") | {"ranks": counts[0] if len(counts) == 1 else [*counts]}
+    summary = fit_rows(rows)
     return Result(
         kind="collectives",
         settings=settings,
-        keys=KEYS,
+        keys=(*KEYS, "algorithm") if request.algorithms else KEYS,
         rows=rows,
-        summary=fit_rows(rows),
-        notes=tuple(notes),
+        summary=summary,
+        notes=(*notes, *explain_latencies(summary)),
     )
 
 
-def run_workers(request: CollectiveRequest, ranks: int) -> Iterator[Row | str]:
+def run_all_workers(request: CollectiveRequest, counts: Sequence[int]) -> Iterator[Row | str]:
+    """Measure with each number of ranks and each algorithm, one after the other. Raises as `run_workers`."""
+    for ranks in counts:
+        for algorithm in request.algorithms or (None,):
+            environ = algorithm_environ(algorithm) if algorithm is not None else {}
+            with contextlib.closing(run_workers(request, ranks, environ)) as items:
+                for item in items:
+                    if algorithm is None or isinstance(item, str):
+                        yield item
+                    else:
+                        yield {**item, "algorithm": algorithm}
+
+
+def run_workers(
+    request: CollectiveRequest, ranks: int, environ: Mapping[str, str] = {}
+) -> Generator[Row | str]:
     """Start ranks that measure, and yield their rows and notes. Closing the iterator ends the ranks.
 
-    Raises BenchError with the error of a rank, RankError if a rank fails.
+    environ: more environment variables of the ranks. Raises BenchError with the error of a rank, RankError
+    if a rank fails.
     """
     folder = Path(tempfile.mkdtemp(prefix="paceline-bench-"))
     try:
         (folder / "request.json").write_text(request.model_dump_json(), encoding="utf-8")
         (folder / "found.jsonl").touch()
-        with _start_ranks(request, ranks, folder) as processes:
+        with _start_ranks(request, ranks, folder, environ) as processes:
             yield from _follow(folder, processes)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -74,11 +95,15 @@ def run_workers(request: CollectiveRequest, ranks: int) -> Iterator[Row | str]:
 
 @contextlib.contextmanager
 def _start_ranks(
-    request: CollectiveRequest, ranks: int, folder: Path
+    request: CollectiveRequest, ranks: int, folder: Path, more: Mapping[str, str]
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     check_count(ranks)
     command = [sys.executable, "-m", "paceline.bench.collectives.workers", str(folder), str(os.getpid())]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
+    environ = os.environ | {
+        **more,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONUNBUFFERED": "1",
+    }
     with contextlib.ExitStack() as stack:
         processes = []
 

@@ -5,7 +5,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.collectives.operations import OPERATIONS
+from paceline.bench.collectives.operations import ALL_OPERATIONS
+from paceline.bench.report.collectives import format_counts
 from paceline.bench.result import Result, Row
 from paceline.errors import BenchError
 from paceline.plotting.figure import COLOURS, figure
@@ -65,7 +66,7 @@ def draw(result: Result, path: Path) -> None:
         drawn.legend(
             handles.values(), handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False
         )
-        ranks = f"{result.settings.get('ranks')} ranks, {result.machine.get('host')}"
+        ranks = f"{format_counts(result.settings.get('ranks'))} ranks, {result.machine.get('host')}"
         drawn.suptitle(
             f"{ranks}: median (points, down to the 95th percentile) and α + factor · S / β (lines)",
             fontsize="medium",
@@ -99,7 +100,7 @@ def _draw_series(axes: "Axes", rows: Sequence[Row], fits: Sequence[Row], series:
         label=series,
     )
     for fit in fits:
-        factor = OPERATIONS[str(fit["operation"])].factor(int(_number(fit["ranks"])))
+        factor = ALL_OPERATIONS[str(fit["operation"])].factor(int(_number(fit["ranks"])))
         points = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 60) for step in range(61)]
         per_byte = factor / _number(fit["beta_Bps"]) if fit.get("beta_Bps") else 0.0
         axes.plot(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,11 +16,12 @@ def show(console: Console, result: Result) -> None:
     """Print a result."""
     settings = result.settings
     header = (
-        f"{settings['ranks']} ranks, {settings['seconds']} s per row; "
+        f"{format_counts(settings['ranks'])} ranks, {settings['seconds']} s per row; "
         "algbw and busbw in GB/s (10⁹), as defined by nccl-tests"
     )
     console.print(header, style="dim", markup=False)
-    differing = [name for name in ("axis", "ranks", "dtype") if len({row[name] for row in result.rows}) > 1]
+    keys = ("axis", "ranks", "dtype", "algorithm")
+    differing = [name for name in keys if len({row.get(name) for row in result.rows}) > 1]
     varied = [field(name, name, right=False) for name in differing]
     console.print(_by_operation(result.rows, (ROW[0], *varied, *ROW[1:])))
     if result.summary:
@@ -30,6 +32,11 @@ def show(console: Console, result: Result) -> None:
     if num_wrong := sum(bool(row["wrong"]) for row in result.rows):
         message = f"WRONG elements in {several(num_wrong, 'row')} of {len(result.rows)}"
         console.print(message, style="bold red")
+
+
+def format_counts(ranks: Any) -> str:
+    """Return the numbers of ranks of a result."""
+    return ", ".join(map(str, ranks)) if isinstance(ranks, list) else str(ranks)
 
 
 def _by_operation(rows: Sequence[Row], columns: Sequence[Column]) -> Table:

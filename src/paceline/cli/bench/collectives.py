@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 def collectives(
     ranks: Annotated[
-        int | None, Option(help="Number of ranks on this machine [default: one per GPU, or 2]", min=1)
+        str | None,
+        Option(
+            metavar="N,N",
+            help="Number of ranks on this machine, or several: 2,4,8 [default: one per GPU, or 2]",
+        ),
     ] = None,
     backends: Annotated[
         str | None,
@@ -55,6 +59,13 @@ def collectives(
         str | None,
         Option(metavar="A,B", help="Axes: world, node (within nodes), across (nodes), or axes of --plan."),
     ] = None,
+    nccl: Annotated[
+        str | None,
+        Option(
+            metavar="A,B",
+            help="Algorithms of nccl, with a protocol if you like: ring,tree/LL [default: nccl chooses]",
+        ),
+    ] = None,
     plan: Annotated[str | None, Option(help="Measure along the axes of this plan's mesh, e.g. tp=2.")] = None,
     seconds: Annotated[float, Option(help="Time to measure each row, without its warm-up.", min=0.001)] = 0.2,
     timeout: Annotated[float, Option(help="Seconds after which an unfinished call fails.", min=1)] = 300.0,
@@ -71,10 +82,10 @@ def collectives(
     me = read_world()
     with _report_once(me):
         begin("collectives", compare, json, plot)
-        request, count = _request(
-            me, ranks, backends, sizes, operations, dtypes, place, axes, plan, seconds, timeout
+        request, counts = _request(
+            me, ranks, backends, sizes, operations, dtypes, place, axes, plan, seconds, timeout, nccl
         )
-        raise typer.Exit(_measure(request, me, count, json, plot))
+        raise typer.Exit(_measure(request, me, counts, json, plot))
 
 
 @contextlib.contextmanager
@@ -90,7 +101,7 @@ def _report_once(me: World) -> "Iterator[None]":
 
 def _request(
     me: World,
-    ranks: int | None,
+    ranks: str | None,
     backends: str | None,
     sizes: str,
     operations: str | None,
@@ -100,14 +111,24 @@ def _request(
     plan: str | None,
     seconds: float,
     timeout_s: float,
-) -> "tuple[CollectiveRequest, int]":
-    """Return the request and the number of ranks, checked as far as possible before ranks are started."""
-    from paceline.bench.collectives.operations import OPERATIONS
-    from paceline.bench.collectives.request import DTYPES, CollectiveRequest, parse_names, parse_sizes
-
-    chosen = (
-        {"operations": parse_names(operations, (*OPERATIONS,), "operation")} if operations is not None else {}
+    nccl: str | None,
+) -> "tuple[CollectiveRequest, tuple[int, ...]]":
+    """Return the request and the numbers of ranks, checked as far as possible before ranks are started."""
+    from paceline.bench.collectives.operations import ALL_OPERATIONS
+    from paceline.bench.collectives.request import (
+        DTYPES,
+        CollectiveRequest,
+        parse_algorithms,
+        parse_counts,
+        parse_names,
+        parse_sizes,
     )
+
+    chosen: dict[str, tuple[str, ...]] = {}
+    if operations is not None:
+        chosen["operations"] = parse_names(operations, (*ALL_OPERATIONS,), "operation")
+    counts = parse_counts(ranks) if ranks is not None else None
+    algorithms = parse_algorithms(nccl) if nccl is not None else ()
     sizes_bytes = parse_sizes(sizes)
     chosen_dtypes = parse_names(dtypes, (*DTYPES,), "type")
     places = parse_names(place, ("out", "in"), "place")
@@ -115,7 +136,12 @@ def _request(
     from paceline.bench.collectives import backends as available  # imports torch
     from paceline.bench.collectives.rank_groups import check_axes
 
-    if me.launcher is not None and ranks not in (None, me.size):
+    if me.launcher is not None and algorithms:
+        raise LaunchError(
+            f"--nccl starts ranks for each algorithm, but {me.launcher} started this rank; set NCCL_ALGO and "
+            "NCCL_PROTO for all of them"
+        )
+    if me.launcher is not None and counts not in (None, (me.size,)):
         raise LaunchError(f"--ranks {ranks}, but {me.launcher} started {me.size} ranks; remove --ranks")
     request = CollectiveRequest(
         backends=parse_names(backends, (*available.MISSING,), "back end")
@@ -128,28 +154,37 @@ def _request(
         plan=plan,
         seconds=seconds,
         timeout_s=timeout_s,
+        algorithms=algorithms,
         **chosen,
     )
-    count = me.size if me.launcher is not None else ranks or available.default_ranks()
-    available.check_backends(request.backends, me, count)
-    check_axes(request.axes, request.plan, count)
-    return request, count
+    if algorithms and request.backends != ("nccl",):
+        raise BenchError(
+            f"--nccl selects algorithms of nccl, got back ends {', '.join(request.backends)}; "
+            "add --backends nccl"
+        )
+    if me.launcher is not None:
+        counts = (me.size,)
+    counts = counts or (available.default_ranks(),)
+    for count in counts:
+        available.check_backends(request.backends, me, count)
+        check_axes(request.axes, request.plan, count)
+    return request, counts
 
 
 def _measure(
-    request: "CollectiveRequest", me: World, ranks: int, json: Path | None, plot: Path | None
+    request: "CollectiveRequest", me: World, counts: tuple[int, ...], json: Path | None, plot: Path | None
 ) -> int:
     """Measure, save and print, also the rows before an error or interrupt; return the exit status."""
     import signal
 
     from paceline.bench.collect import INTERRUPTED_NOTE
-    from paceline.bench.collectives.workers import build_result, iterate_in_thread, run_workers
+    from paceline.bench.collectives.workers import build_result, iterate_in_thread, run_all_workers
     from paceline.bench.report.busbw import draw
     from paceline.bench.report.collectives import show
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if me.launcher is None:
-        items, ended = _collect(run_workers(request, ranks), me)
+        items, ended = _collect(run_all_workers(request, counts), me)
     else:
         from paceline.bench.collectives.measure import measure_on_rank
 
@@ -158,8 +193,8 @@ def _measure(
     if isinstance(ended, KeyboardInterrupt):
         items.append(INTERRUPTED_NOTE)
     if me.rank == 0 and rows:
-        local_ranks = me.local_size if me.launcher is not None else ranks
-        save_and_print(build_result(request, ranks, local_ranks, items), json, plot, show, draw, me)
+        local_ranks = me.local_size if me.launcher is not None else max(counts)
+        save_and_print(build_result(request, counts, local_ranks, items), json, plot, show, draw, me)
     if isinstance(ended, KeyboardInterrupt) and me.launcher is not None:
         sys.stdout.flush()
         os._exit(INTERRUPTED)  # the thread that measures may wait for ranks that are gone

@@ -1,0 +1,181 @@
+"""Minima, maxima, products and averages; several numbers of ranks in one run; algorithms of nccl."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from command import succeed
+from harness import ranks
+from paceline.bench.collectives.alpha_beta import fit_rows, links_from_fits
+from paceline.bench.collectives.backends import TorchPeers, _torch_backend
+from paceline.bench.collectives.latency import explain_latencies
+from paceline.bench.collectives.measure import Rank, measure_rows
+from paceline.bench.collectives.operations import (
+    AVERAGE,
+    MAX,
+    MIN,
+    PRODUCT,
+    REDUCTIONS,
+    GroupRank,
+    build_tensor,
+    count_wrong,
+)
+from paceline.bench.collectives.request import (
+    CollectiveRequest,
+    algorithm_environ,
+    parse_algorithms,
+    parse_counts,
+)
+from paceline.bench.collectives.workers import run_all_workers
+from paceline.bench.result import read
+from paceline.cli.bench import collectives
+from paceline.distributed.world import read_world
+from paceline.errors import BenchError, Error
+
+pytestmark = pytest.mark.processes
+# Written by hand, rank by rank: not the functions of the package.
+BY_HAND = {
+    MIN: lambda column: min(column),
+    MAX: lambda column: max(column),
+    PRODUCT: math.prod,
+    AVERAGE: lambda column: sum(column) / len(column),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("reduction", BY_HAND)
+def test_expected_values(reduction: str, size: int) -> None:
+    operation = REDUCTIONS[f"all-reduce-{reduction}"]
+    given = [
+        build_tensor(operation.given(GroupRank(rank, size), 11), size, torch.float64, "cpu").tolist()
+        for rank in range(size)
+    ]
+    assert len({*map(tuple, given)}) > 1, "ranks have different values"
+    expected = build_tensor(operation.expected(GroupRank(0, size), 11), size, torch.float64, "cpu").tolist()
+    assert expected == [BY_HAND[reduction](column) for column in zip(*given, strict=True)]
+    others = [name for name in BY_HAND if name != reduction]
+    for other in others:
+        wrong = torch.tensor([BY_HAND[other](column) for column in zip(*given, strict=True)])
+        assert count_wrong(wrong, operation.expected(GroupRank(0, size), 11), size) > 0, other
+
+
+def measure_reductions(names: tuple[str, ...], dtypes: tuple[str, ...]) -> list:
+    request = CollectiveRequest(
+        operations=names, backends=("gloo",), sizes_bytes=(4, 600), dtypes=dtypes, seconds=0.002
+    )
+    world = read_world()
+    backend = _torch_backend("gloo", torch.device("cpu"), 60.0)
+    return [*measure_rows(request, Rank(world, ["here"] * world.size, [backend], TorchPeers()))]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_reduction_is_correct_on_gloo(size: int) -> None:
+    items = ranks(size)(measure_reductions, tuple(REDUCTIONS), ("fp32", "fp64", "bf16"))[0]
+    rows = [item for item in items if not isinstance(item, str)]
+    assert not [row for row in rows if row["wrong"]]
+    measured = {row["operation"] for row in rows}
+    assert {name for name in REDUCTIONS if name.startswith("all-reduce")} <= measured
+    left_out = {item.split()[1] for item in items if isinstance(item, str) and "is left out" in item}
+    assert measured | left_out == {*REDUCTIONS}
+
+
+def test_several_numbers_of_ranks_in_one_run(tmp_path: Path) -> None:
+    words = ("--backends", "gloo", "--operations", "all-reduce,all-reduce-max", "--sizes", "1KiB,64KiB")
+    files = ("--json", "a.json", "--plot", "a.svg", "--place", "in", "--seconds", "0.005")
+    done = succeed("bench", "collectives", "--ranks", "3,2", *words, *files, at=tmp_path)
+    result = read(tmp_path / "a.json", "collectives")
+    assert result.settings["ranks"] == [2, 3]
+    assert [(row["operation"], row["ranks"], row["wrong"]) for row in result.rows] == [
+        (name, count, 0) for count in (2, 3) for name in ("all-reduce", "all-reduce-max") for _ in range(2)
+    ]
+    assert {(row["operation"], row["ranks"]) for row in result.summary} == {
+        (name, count) for count in (2, 3) for name in ("all-reduce", "all-reduce-max")
+    }
+    assert "2, 3 ranks" in done.out
+    drawn = (tmp_path / "a.svg").read_text()
+    assert "2 ranks" in drawn
+    assert "3 ranks" in drawn
+    assert {link.collective for link in links_from_fits(result.summary)} == {"all-reduce"}
+
+
+@pytest.mark.mpi("mpirun")
+@pytest.mark.slow
+def test_reductions_of_mpi_are_correct(tmp_path: Path) -> None:
+    words = ("--backends", "mpi", "--operations", ",".join(REDUCTIONS), "--sizes", "1KiB")
+    succeed("bench", "collectives", *words, "--seconds", "0.005", "--json", "a.json", at=tmp_path)
+    rows = read(tmp_path / "a.json", "collectives").rows
+    assert {row["operation"] for row in rows} == {name for name in REDUCTIONS if not name.endswith(AVERAGE)}
+    assert not [row for row in rows if row["wrong"]]
+
+
+def make_rows(alpha: dict[int, float], operation: str = "all-reduce") -> list[dict]:
+    facts = {"operation": operation, "backend": "gloo", "axis": "world", "dtype": "fp32", "place": "in"}
+    factor = {count: 2 * (count - 1) / count for count in alpha}
+    return [
+        {**facts, "ranks": count, "bytes": size, "median_s": alpha_s + factor[count] * size / 1e9}
+        for count, alpha_s in alpha.items()
+        for size in (1024, 2**16, 2**22)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("alpha", "words"),
+    [
+        ({n: 2 * (n - 1) * 1e-4 for n in (2, 4, 8, 16)}, "as in a ring, 100.0 µs per step"),
+        ({n: 2 * math.log2(n) * 1e-4 for n in (2, 4, 8, 16)}, "as in a tree, 100.0 µs per step"),
+        ({2: 2e-4, 4: 5e-4, 8: 9e-4}, "does not show a ring or a tree clearly"),
+    ],
+    ids=["ring", "tree", "between"],
+)
+def test_latency_shows_ring_or_tree(alpha: dict[int, float], words: str) -> None:
+    [sentence] = explain_latencies(fit_rows(make_rows(alpha)))
+    assert sentence.startswith("all-reduce, gloo, fp32, in place: α ")
+    assert words in sentence
+    assert explain_latencies(fit_rows(make_rows({2: alpha[2], 4: alpha[4]}))) == []
+
+
+def test_algorithms_reach_the_ranks_and_name_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def run(request: CollectiveRequest, count: int, environ: dict) -> object:
+        seen.append((count, dict(environ)))
+        yield "nccl: a note"
+        yield {"operation": "all-reduce", "ranks": count}
+
+    monkeypatch.setattr("paceline.bench.collectives.workers.run_workers", run)
+    request = CollectiveRequest(backends=("nccl",), sizes_bytes=(4,), algorithms=("Ring", "Tree/LL128"))
+    rows = [item for item in run_all_workers(request, (2, 4)) if not isinstance(item, str)]
+    assert seen == [
+        (count, environ)
+        for count in (2, 4)
+        for environ in ({"NCCL_ALGO": "Ring"}, {"NCCL_ALGO": "Tree", "NCCL_PROTO": "LL128"})
+    ]
+    assert [row["algorithm"] for row in rows] == ["Ring", "Tree/LL128"] * 2
+    assert algorithm_environ("PAT") == {"NCCL_ALGO": "PAT"}
+
+
+def test_counts_and_algorithms_are_parsed() -> None:
+    assert parse_counts("8,2,4,2") == (2, 4, 8)
+    assert parse_algorithms("ring, tree/ll128,RING") == ("Ring", "Tree/LL128")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": "2,x"}, "--ranks must be numbers such as 2 or 2,4,8, got '2,x'"),
+        ({"ranks": "1,2"}, "collectives require at least 2 ranks, got 1; use --ranks 2 or more"),
+        ({"nccl": "rign"}, "--nccl rign: unknown algorithm 'rign'; choose from Ring, Tree"),
+        ({"nccl": "ring/x"}, "--nccl ring/x: unknown protocol 'x'; choose from LL, LL128, Simple"),
+        (
+            {"nccl": "ring", "backends": "gloo"},
+            "--nccl selects algorithms of nccl, got back ends gloo; add --backends nccl",
+        ),
+    ],
+)
+def test_bad_input_is_refused(options: dict, message: str) -> None:
+    with pytest.raises(Error) as refused:
+        collectives.collectives(**options)
+    assert isinstance(refused.value, BenchError)
+    assert message in str(refused.value)
