@@ -5,14 +5,22 @@ import json as json_file
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli.request_options import Clip, LearningRate, OptimizerName, Set, Target
-from paceline.drill.faults import FAULTS, FaultMoment, choose_save_every, schedule_faults, select_faults
-from paceline.errors import LaunchError, PlanError, RunError
+from paceline.drill.faults import (
+    FAULTS,
+    Fault,
+    FaultMoment,
+    choose_save_every,
+    schedule_faults,
+    select_faults,
+)
+from paceline.errors import LaunchError, PlanError, RunError, SpecError
 from paceline.run import choose_path
 from paceline.spec import Launch, Spec
 from paceline.units import several
@@ -20,6 +28,7 @@ from paceline.units import several
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from paceline.drill.matrix import Trial, TrialFile
     from paceline.drill.run import Drill, FaultOutcome
 
 Option = typer.Option
@@ -51,6 +60,14 @@ def drill(
     clip: Clip = None,
     set: Set = None,
     device: Annotated[str | None, Option(help="Device: cpu or cuda [default: cuda if available]")] = None,
+    all_plans: Annotated[
+        bool,
+        Option("--all", help="Drill under eight plans on 2 or 4 ranks, and continue the drills of --record."),
+    ] = False,
+    record: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="File of results of --all; drills that it has are not repeated."),
+    ] = None,
     json: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     keep: Annotated[
         Path | None,
@@ -83,9 +100,12 @@ def drill(
         "optimizer.clip": clip,
     }
     check_outputs(json, None)
+    _check_all(all_plans, record, {"--plan": plan, "--ranks": ranks, "--json": json, "--keep": keep})
     if keep is not None and keep.exists():
         raise RunError(f"{keep} exists already; name a new folder with --keep")
     spec, launch = read_request(target, flags, set or [], steps=STEPS)
+    if record is not None:
+        raise typer.Exit(_run_all(spec, launch, select_faults(faults), rounds, record))
     prepared = _prepare(spec, launch, keep or choose_path(None, "drill"))
     moments = schedule_faults(select_faults(faults), spec.seed, rounds, prepared.steps, prepared.ranks)
     results, status = _run(prepared, moments, spec.task)
@@ -96,6 +116,74 @@ def drill(
     else:
         print(f"trainings  {prepared.folder}")
     raise typer.Exit(status)
+
+
+def _check_all(all_plans: bool, record: Path | None, others: dict[str, object]) -> None:
+    if all_plans != (record is not None):
+        raise SpecError(
+            "--all requires --record FILE, where its results are kept; write --all --record drills.jsonl"
+            if all_plans
+            else f"--record {record} keeps the results of --all; add --all, or leave it out"
+        )
+    given = next((name for name, value in others.items() if value is not None), None)
+    if all_plans and given is not None:
+        raise SpecError(f"--all drills under its own plans and keeps results in --record; leave {given} out")
+
+
+def _run_all(spec: Spec, launch: Launch, faults: list[Fault], rounds: int, record: Path) -> int:
+    """Drill under each plan what the file of results lacks, print the table, and return the exit status."""
+    from rich.console import Console
+
+    from paceline.drill.all_plans import identify, run_trials
+    from paceline.drill.matrix import PLANS, TrialFile
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
+    with contextlib.ExitStack() as at_end:
+        file = at_end.enter_context(contextlib.closing(TrialFile(record)))
+        chosen: list[Trial] = []
+        at_end.callback(_print_matrix, console, file, chosen, faults)  # also after an interruption
+        status = at_end.enter_context(console.status(""))
+        todo: list[tuple[Drill, list[tuple[Trial, FaultMoment]]]] = []
+        for plan, ranks in PLANS:
+            try:
+                drill = _prepare(
+                    spec, launch.model_copy(update={"plan": plan, "ranks": ranks}), choose_path(None, "drill")
+                )
+            except (PlanError, LaunchError) as error:
+                console.print(f"{plan} on {ranks} ranks is left out: {error}", markup=False)
+                continue
+            moments = schedule_faults(faults, spec.seed, rounds, drill.steps, ranks)
+            trials = [(identify(drill, plan, moment), moment) for moment in moments]
+            chosen += [trial for trial, _ in trials]
+            todo.append((drill, [entry for entry in trials if entry[0] not in file.results]))
+        for drill, trials in todo:
+            run_trials(replace(drill, folder=choose_path(None, "drill")), trials, file, status.update)
+    results = [file.results[trial] for trial in chosen]
+    return int(any(result.verdict == "fails" for result in results))
+
+
+def _print_matrix(console: "Console", file: "TrialFile", chosen: "list[Trial]", faults: list[Fault]) -> None:
+    """Print the results of the drills so far."""
+    from rich.table import Table
+
+    from paceline.drill.matrix import build_matrix, describe_failures, summarize
+
+    results = [file.results[trial] for trial in chosen if trial in file.results]
+    if len(results) < len(chosen):
+        console.print(
+            f"{len(results)} of {len(chosen)} drills are done; the same command continues", style="bold red"
+        )
+    if not results:
+        return
+    heading, *rows = build_matrix(results, [fault.name for fault in faults])
+    table = Table(*heading, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    for sentence in describe_failures(results):
+        console.print(sentence, markup=False)
+    console.print(summarize(results))
 
 
 def _prepare(spec: Spec, launch: Launch, folder: Path) -> "Drill":

@@ -39,11 +39,14 @@ def _describe(tensor: torch.Tensor | None) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def find_loss_difference(run: RunFolder, reference: RunFolder) -> str | None:
-    """Return a sentence about the first step of any start whose loss, norm or lr differs; None if equal."""
+def find_loss_difference(run: RunFolder, reference: RunFolder, last_only: bool = False) -> str | None:
+    """Return a sentence about the first step of any start whose loss, norm or lr differs; None if equal.
+
+    last_only: of a step that was repeated, only the last execution counts."""
     expected = {event.step: event for event in events.read(reference.events) if isinstance(event, Step)}
-    for event in events.read(run.events):
-        if isinstance(event, Step) and event.step in expected:
+    steps = [event for event in events.read(run.events) if isinstance(event, Step)]
+    for event in {event.step: event for event in steps}.values() if last_only else steps:
+        if event.step in expected:
             other = expected[event.step]
             if (event.loss, event.grad_norm, event.lr) != (other.loss, other.grad_norm, other.lr):
                 return f"the loss of step {event.step} was {event.loss!r} instead of {other.loss!r}"

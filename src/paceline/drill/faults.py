@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from paceline.errors import SpecError
 from paceline.launch.signals import STOPPED
@@ -21,6 +22,7 @@ class Fault:
     status: int = 0  # expected exit status of the command; the drill resumes the run if it is not 0
     ranks: int = 1  # required
     checkpoints: int = 0  # complete ones required before the fault
+    flips: Literal["weight", "gradient", "activation", "data"] | None = None  # a bit of a tensor
 
 
 FAULTS = (
@@ -80,6 +82,30 @@ FAULTS = (
         action="sets a clock like clock, then SIGSTOP to a rank",
         expected="as for stop",
         ranks=2,
+    ),
+    Fault(
+        name="flip-weight",
+        action="flips a bit of a weight of a rank",
+        expected="guard finds the rank; all ranks start again from the last checkpoint",
+        flips="weight",
+    ),
+    Fault(
+        name="flip-gradient",
+        action="flips a bit of a gradient of a rank, after the all-reduce",
+        expected="as for flip-weight, if the plan has replicas",
+        flips="gradient",
+    ),
+    Fault(
+        name="flip-activation",
+        action="flips a bit of the output of the model on a rank",
+        expected="as for flip-weight, if the loss changes and guard computes it twice",
+        flips="activation",
+    ),
+    Fault(
+        name="flip-data",
+        action="flips a bit of a batch of a rank",
+        expected="as for flip-activation",
+        flips="data",
     ),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -7,7 +7,7 @@ from paceline.cluster.limits import usable_cores
 from paceline.drill.faults import choose_save_every
 from paceline.drill.training import PACE, SAMPLE_LOG
 from paceline.plan.plan import ResolvedPlan
-from paceline.spec import Launch, Spec, Stop
+from paceline.spec import Guard, Launch, Spec, Stop
 
 TASK, REQUEST = "sample_log_task.py", "request.toml"
 SOURCE = '''"""The task of a drill."""
@@ -25,12 +25,17 @@ from paceline.task import import_task_class
 
 
 def write_request(
-    folder: Path, spec: Spec, launch: Launch, plan: ResolvedPlan, timeout_s: float | None = None
+    folder: Path,
+    spec: Spec,
+    launch: Launch,
+    plan: ResolvedPlan,
+    timeout_s: float | None = None,
+    guard: Guard | None = None,
 ) -> None:
     """Create a folder with task and request.
 
     spec: has the task with its whole path, and the number of steps.
-    timeout_s: replaces the timeout of `spec`."""
+    timeout_s: replaces the timeout of `spec`. guard: of the training; by default it has none."""
     assert spec.steps is not None
     (folder / SAMPLE_LOG).mkdir(parents=True)
     folder = folder.absolute()
@@ -56,5 +61,6 @@ def write_request(
         "stop": Stop(),
         "evaluate_splits": (),
         "timeout_s": timeout_s or spec.timeout_s,
+        "guard": guard or Guard(),
     }
     specs.save(folder / REQUEST, spec.model_copy(update=changes), launch)

@@ -14,6 +14,7 @@ from paceline.drill import clock
 from paceline.drill.compare import find_loss_difference, find_weight_difference
 from paceline.drill.disk import SmallDisk
 from paceline.drill.faults import FaultMoment
+from paceline.drill.flip_run import choose_guard, is_found_for_certain, prepare_flip, train_with_flip
 from paceline.drill.inject import INJECT, REPAIR, FaultContext, UntriedFault
 from paceline.drill.request import REQUEST, write_request
 from paceline.drill.sample_audit import Indices, audit, audit_reference, merge_ranks
@@ -60,6 +61,8 @@ class FaultOutcome:
     starts: int = 0
     # "course", "weights", "losses", "samples", "left" -> a sentence
     wrong: dict[str, str] = field(default_factory=dict)
+    found: str | None = None  # what the run reported of a flipped bit
+    escaped: str | None = None  # the effect of a flipped bit that the run could not find
 
     def as_json(self) -> dict[str, Any]:
         fields = {
@@ -124,11 +127,18 @@ class Drill:
         if moment.fault.ranks > self.ranks:
             outcome.untried = "one rank waits for no other rank; use --ranks 2 or more"
             return outcome
-        write_request(folder, self.spec, self.launch, self.plan, reference.timeout_s)
+        guard = choose_guard(moment.fault, self.plan, self.steps)
+        write_request(folder, self.spec, self.launch, self.plan, reference.timeout_s, guard)
+        prepare_flip(folder, moment)
         try:
             with self._prepare(moment, reference, folder) as context, context.training:
                 try:
-                    _train_with_fault(context, outcome)
+                    if moment.fault.flips is not None:
+                        _start(context.training)
+                        flipped = train_with_flip(context)
+                        outcome.done, outcome.found, outcome.starts = flipped
+                    else:
+                        _train_with_fault(context, outcome)
                 except UnexpectedCourse as error:
                     outcome.wrong["course"] = str(error)
                 else:
@@ -155,6 +165,12 @@ class Drill:
             )
 
     def _compare(self, training: Training, reference: UndisturbedRun, outcome: FaultOutcome) -> None:
+        is_flip = outcome.moment.fault.flips is not None
+        if is_flip and outcome.found is None and not is_found_for_certain(outcome.moment.fault, self.plan):
+            outcome.escaped = (
+                find_weight_difference(training.run, reference.run, self.steps) or "the weights are equal"
+            )
+            return
         outcome.wrong |= _check_course(training, outcome)
         starts = [merge_ranks(start, self.plan) for start in training.read_starts()]
         first_steps = [event.step for event in events.read(training.run.events) if isinstance(event, Started)]
@@ -163,7 +179,7 @@ class Drill:
         )
         for check, sentence in (
             ("weights", find_weight_difference(training.run, reference.run, self.steps)),
-            ("losses", find_loss_difference(training.run, reference.run)),
+            ("losses", find_loss_difference(training.run, reference.run, last_only=is_flip)),
             ("samples", wrong_samples[0] if wrong_samples else None),
         ):
             if sentence is not None:
@@ -224,6 +240,8 @@ def _resume(context: FaultContext) -> str | None:
 def _check_course(training: Training, outcome: FaultOutcome) -> dict[str, str]:
     """Return {"course": a sentence} if the number of starts or the reports of the run are unexpected."""
     fault = outcome.moment.fault
+    if fault.flips is not None and outcome.found is None:
+        return {"course": f"the flipped {fault.flips} was not found"}
     if fault.starts == 1 and training.noticed is not None:
         return {"course": f"the training must continue without a report, got: {training.symptom}"}
     if outcome.starts != fault.starts:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from paceline.drill.bit_flip import RankFlip
 from paceline.drill.training import NUMBER
 from paceline.task import Task, field_values
 
@@ -42,7 +43,11 @@ class SampleLog:
     pace: Path
     samples: int  # per step and rank
     microbatches: int
+    flip: RankFlip = field(init=False)
     _file: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.flip = RankFlip(self.folder.parent)
 
     def log_batch(self, indices: Sequence[int]) -> None:
         if self._file is None:
@@ -109,6 +114,8 @@ def wrap_task(kind: type[Task], log: SampleLog) -> type[Task]:
         def method(self: Any, *arguments: Any) -> Any:
             if name == "loss":
                 _log_loss(log, *arguments)
+            elif name == "inputs" and _is_trained(*arguments):
+                log.flip.flip("data", arguments[0].content)
             return getattr(unwrap(self), name)(
                 *(
                     argument.content if isinstance(argument, NumberedSample) else argument
@@ -144,7 +151,13 @@ def wrap_task(kind: type[Task], log: SampleLog) -> type[Task]:
 
 def _log_loss(log: SampleLog, output: Any, batch: Any) -> None:
     """Log a batch if a rank trains on it; not if the loss is tried out on tensors without values."""
-    if "RANK" not in os.environ or not torch.is_grad_enabled() or not isinstance(batch, NumberedSample):
-        return
-    if type(batch.indices) is Tensor and not batch.indices.is_meta:
+    if _is_trained(batch):
         log.log_batch(batch.indices.tolist())
+        log.flip.flip("activation", output)
+
+
+def _is_trained(batch: Any) -> bool:
+    """Return whether a rank trains on a batch, and does not only try out the loss."""
+    if "RANK" not in os.environ or not torch.is_grad_enabled() or not isinstance(batch, NumberedSample):
+        return False
+    return type(batch.indices) is Tensor and not batch.indices.is_meta

@@ -6,6 +6,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from paceline.drill.run import FaultOutcome
+from paceline.units import several
 
 NUMBERS = ("step", "rank", "seen", "again")
 WHAT_WIDTH = 12  # minimum number of columns
@@ -39,9 +40,11 @@ def _build_row(outcome: FaultOutcome) -> list[str]:
     ]
     wrong = {"weights" if check == "losses" else check for check in outcome.wrong}
     cells += [
-        _red(if_wrong) if check in wrong else if_right if outcome.starts else ""
+        _red(if_wrong) if check in wrong else if_right if outcome.starts and outcome.escaped is None else ""
         for check, (if_right, if_wrong) in CHECKS.items()
     ]
+    if outcome.escaped is not None:
+        return [*cells, "[bold yellow]not found[/]"]
     return [*cells, _red("fails") if outcome.wrong else "[bold green]holds[/]"]
 
 
@@ -60,10 +63,18 @@ def build_sentences(outcomes: Sequence[FaultOutcome]) -> list[str]:
     reasons = {
         outcome.moment.fault.name: outcome.untried for outcome in outcomes if outcome.untried is not None
     }
-    return failures + [f"{name} was not tried: {reason}" for name, reason in reasons.items()]
+    escaped = [
+        f"{outcome.moment.fault.name} at step {outcome.moment.step} on rank {outcome.moment.rank} was not "
+        f"found, as no other rank computes the same; its effect: {outcome.escaped}"
+        for outcome in outcomes
+        if outcome.escaped is not None
+    ]
+    return failures + escaped + [f"{name} was not tried: {reason}" for name, reason in reasons.items()]
 
 
 def build_summary(outcomes: Sequence[FaultOutcome]) -> str:
     tried = [outcome for outcome in outcomes if outcome.untried is None]
-    passed = sum(not outcome.wrong for outcome in tried)
-    return f"{passed} of {len(tried)} faults left no trace"
+    escaped = sum(outcome.escaped is not None for outcome in tried)
+    passed = sum(not outcome.wrong for outcome in tried) - escaped
+    summary = f"{passed} of {len(tried)} faults left no trace"
+    return f"{summary}, {several(escaped, 'flipped bit')} could not be found" if escaped else summary
