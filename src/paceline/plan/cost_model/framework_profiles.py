@@ -45,6 +45,7 @@ class Recipe:
     products: speed of matrix products relative to the libraries of 2023. grouped: speed of the products of
     experts relative to those.
     fused: attention without its scores in memory. attention: its speed relative to FlashAttention-2.
+    fused_gate: the activation of a gate and its product are one kernel, which keeps only its inputs.
     elementwise: memory traffic of other operations, relative to kernels that are fused as in Megatron.
     loss: bytes per logit at the peak: itself, in float32, as log-probability, and its gradients.
     merge: bytes read and written per element of attention's output to merge it with that of the next keys of
@@ -64,6 +65,8 @@ class Recipe:
     even: stages have equally many blocks; else equal costs. scatter: stages send a slice from each tp rank.
     sequence: activations between split layers are split along the sequence; sequence_with_cp: also if cp
     splits it already.
+    gathers_again: the inputs of layers that are split by columns are kept as slices, and gathered again in
+    the backward pass, where nothing overlaps with it (arXiv 2205.05198, section 4.2.2).
     reserved: share of the counted memory that the allocator holds and cannot use. fixed_bytes: of process,
     context and libraries; connection_bytes: of NCCL's buffers, per axis over which ranks communicate.
     """
@@ -83,10 +86,12 @@ class Recipe:
     products: float = 1.0
     grouped: float = 1.0
     fused: bool = True
+    fused_gate: bool = False
     attention: float = 1.0
     selective: str = "products"
     sequence: bool = False
     sequence_with_cp: bool = True
+    gathers_again: bool = False
     elementwise: float = 1.5
     loss: float = 14.0
     merge: float = 40.0
@@ -172,6 +177,7 @@ MEGATRON_CORE = replace(
     name="megatron-core",
     dtype="bf16",
     fused=True,
+    fused_gate=True,
     sequence=True,
     overlaps_data=True,
     overlaps_tensor=0.6,
@@ -203,7 +209,8 @@ FSDP = Recipe(
     fixed_bytes=CUDA_CONTEXT_BYTES,
     connection_bytes=NCCL_BYTES,
 )
-FSDP_COMPILED = replace(FSDP, name="fsdp-compiled", elementwise=1.0)  # blocks are compiled, the loss is not
+# blocks are compiled, the loss is not
+FSDP_COMPILED = replace(FSDP, name="fsdp-compiled", fused_gate=True, elementwise=1.0)
 
 # MosaicML's llm-foundry of 2023: attention in Triton, which is 1.3 to 1.5 times slower than FlashAttention-2
 # (arXiv 2307.08691, section 4.1), and a loss that turns 16-bit logits into their gradients in place.
@@ -235,7 +242,8 @@ NEMO = replace(
     selective="products",
     loss=4.0,
 )
-# Megatron-Core with its overlaps switched off; speeds are fitted
+# Megatron-Core with its overlaps switched off and its fused loss, which computes gradients in place; speeds
+# are fitted
 MEGATRON_PLAIN = replace(
     MEGATRON_CORE,
     name="megatron-plain",
@@ -243,6 +251,8 @@ MEGATRON_PLAIN = replace(
     grouped=0.802,
     overlaps_data=False,
     overlaps_tensor=0.0,
+    gathers_again=True,
+    loss=4.0,
 )
 # MaxText and PaxML: XLA compiles the step; weights are sharded, and gathered for each layer
 MAXTEXT = replace(FSDP_COMPILED, name="maxtext", products=1.139, attention=1.153)

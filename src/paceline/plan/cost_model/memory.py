@@ -82,10 +82,20 @@ def kept_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
     bytes_ = saved.bytes(
         recipe.stream, recipe.element, key.tp, recipe.splits_sequence(key.cp) and not block.whole
     )
-    if not recipe.fused and key.recompute == "none":
-        bytes_ += block.core.bytes(recipe.stream, recipe.element, key.tp)
+    if key.recompute == "none":
+        bytes_ += _score_bytes(recipe, block, key.tp)
+    if wanted == "none":
+        bytes_ += _gate_bytes(recipe, block, key.tp)
     gathered = 0.0 if shares.attention else gathered_key_bytes(recipe, block, key)
     return bytes_ * key.micro_batch / key.cp + gathered
+
+
+def _score_bytes(recipe: Recipe, block: BlockFacts, tp: int) -> float:
+    return 0.0 if recipe.fused else block.core.bytes(recipe.stream, recipe.element, tp)
+
+
+def _gate_bytes(recipe: Recipe, block: BlockFacts, tp: int) -> float:
+    return 0.0 if recipe.fused_gate else block.gate.bytes(recipe.stream, recipe.element, tp)
 
 
 def predict_memory(facts: ModelFacts, split: WorkSplit, recipe: Recipe, limit_bytes: float) -> MemoryCost:
@@ -314,9 +324,10 @@ def _recomputed_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> 
         return 0.0
     block_bytes = (
         block.saved["none"].bytes(recipe.stream, recipe.element, key.tp, recipe.splits_sequence(key.cp))
+        + _gate_bytes(recipe, block, key.tp)
         if shares.kept != "none"
         else 0.0
     )
-    core = 0.0 if recipe.fused else block.core.bytes(recipe.stream, recipe.element, key.tp)
+    core = _score_bytes(recipe, block, key.tp)
     gathered = gathered_key_bytes(recipe, block, key) if shares.attention else 0.0
     return (block_bytes + core) * key.micro_batch / key.cp + gathered

@@ -290,7 +290,7 @@ def _tensor_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rates: Devi
     They sum its outputs forward, and the gradients of its inputs backward.
 
     Source: arXiv 1909.08053, section 3. Sequence parallelism replaces each by a gather and a scatter, which
-    together take as long (arXiv 2205.05198, section 4.2.2).
+    together take as long (arXiv 2205.05198, section 4.2.2). A gather is half of an all-reduce.
     """
     if key.tp == 1 or not block.sums:
         return PassTimes(0.0, 0.0, 0.0)
@@ -304,7 +304,8 @@ def _tensor_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rates: Devi
         if recipe.recompute_shares(key.recompute).products == 1 and block.attention
         else 0.0
     )
-    return PassTimes(call_s * block.sums, call_s * block.sums, recompute)
+    again = 1.5 if recipe.gathers_again and recipe.splits_sequence(key.cp) else 1.0
+    return PassTimes(call_s * block.sums, again * call_s * block.sums, recompute)
 
 
 def _expert_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rates: DeviceRates) -> PassTimes:

@@ -151,9 +151,9 @@ class BlockFacts:
     params: tensor parallelism divides `split_params` of them; `expert_params` belong to experts. frozen:
     share of them that gets no gradients.
     dispatched: elements that a forward pass sends to experts, and back; copies: experts of a token.
-    saved: by recompute, what the forward pass keeps for the backward pass; core: what attention without a
-    fused kernel adds to `none`. traffic: what operations other than products and attention read and write in
-    a forward pass.
+    saved: by recompute, what the forward pass keeps for the backward pass; core, gate: what attention and a
+    gate's activation without fused kernels add to `none`. traffic: what operations other than products and
+    attention read and write in a forward pass.
     boundary: elements of the block's output. sums: all-reduces of its output under tensor parallelism,
     forward.
     kernels: operations launched forward. operations: all but products and attention, views included, if
@@ -174,6 +174,7 @@ class BlockFacts:
     attention: tuple[Attention, ...] = ()
     saved: Mapping[str, TensorVolume] = field(default_factory=dict)
     core: TensorVolume = NOTHING
+    gate: TensorVolume = NOTHING
     traffic: TensorVolume = NOTHING
     boundary: float = 0.0
     sums: float = 0.0

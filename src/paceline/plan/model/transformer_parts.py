@@ -35,6 +35,7 @@ def join_parts(name: str, m: Transformer, *parts: BlockFacts) -> BlockFacts:
         attention=tuple(call for part in parts for call in part.attention),
         saved={kind: value if kind == "none" else value.plus(boundary) for kind, value in saved.items()},
         core=sum_volumes(part.core for part in parts),
+        gate=sum_volumes(part.gate for part in parts),
         traffic=sum_volumes(part.traffic for part in parts),
         boundary=float(m.hidden * m.seq),
         sums=sum(part.sums for part in parts),
@@ -164,10 +165,11 @@ def feed_forward_part(m: Transformer, width: int) -> BlockFacts:
         split_params=split,
         products=(Product(s, gates * width, h, 1, "columns"), Product(s, h, width, 1, "inner")),
         saved={
-            "none": TensorVolume(h * s, h * s, (2 + 2 * m.gated) * width * s, drop * h * s),
+            "none": TensorVolume(h * s, h * s, (2 + m.gated) * width * s, drop * h * s),
             "selective": TensorVolume(0.0, h * s, gates * width * s),
             "half": TensorVolume(0.0, h * s, width * s),
         },
+        gate=TensorVolume(split=float(m.gated * width * s)),
         traffic=_norm_and_sum(m, 1).plus(TensorVolume(split=float((2 + m.gated) * width * s))),
         sums=1,
         kernels=10 + 4 * m.gated,
@@ -198,10 +200,11 @@ def expert_part(m: Transformer) -> BlockFacts:
             *everywhere,
         ),
         saved={
-            "none": TensorVolume(h * s, (active + (shared > 0)) * h * s, (2 + 2 * m.gated) * used * s),
+            "none": TensorVolume(h * s, (active + (shared > 0)) * h * s, (2 + m.gated) * used * s),
             "selective": TensorVolume(0.0, (active + (shared > 0)) * h * s, gates * used * s),
             "half": TensorVolume(0.0, active * h * s, used * s),
         },
+        gate=TensorVolume(split=float(m.gated * used * s)),
         # rows are sorted by expert, sent, and summed again
         traffic=_norm_and_sum(m, 1).plus(
             TensorVolume(whole=4.0 * active * h * s, split=float((2 + m.gated) * used * s))
