@@ -30,6 +30,7 @@ class Samples:
         self.task, self.sleep_s = task, task.sleep_s
         self.pages: Tensor | None = None
         self.read = 0
+        self.known: set[int] = set()
         self.x = torch.randn(count, task.features, generator=draw)
         teacher = torch.randn(task.features, 3, generator=torch.Generator().manual_seed(0))
         self.y = torch.tanh(self.x @ teacher / task.features**0.5)
@@ -49,7 +50,9 @@ class Samples:
             self.read += PART
             int(self.pages[at : at + PART].sum())
         if self.task.slow_rank < 0 or (self.task.slow_in == "data" and is_rank(self.task.slow_rank)):
-            if self.sleep_s and index % self.task.slow_every == 0:
+            is_new = index not in self.known
+            self.known.add(index)
+            if self.sleep_s and index % self.task.slow_every == 0 and (is_new or not self.task.is_cached):
                 time.sleep(self.sleep_s)
             if self.task.compute_s:
                 compute(self.task.compute_s)
@@ -57,15 +60,18 @@ class Samples:
 
 
 class Slow(nn.Module):
-    """A layer that takes some time in its forward pass, on one rank or on all."""
+    """A layer that takes some time in its forward pass, on one rank or on all.
 
-    def __init__(self, inner: nn.Module, seconds: float, rank: int):
+    others_s  seconds on the other ranks"""
+
+    def __init__(self, inner: nn.Module, seconds: float, rank: int, others_s: float):
         super().__init__()
-        self.inner, self.seconds, self.rank = inner, seconds, rank
+        self.inner, self.seconds, self.rank, self.others_s = inner, seconds, rank, others_s
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.seconds and (self.rank < 0 or is_rank(self.rank)):
-            time.sleep(self.seconds)
+        seconds = self.seconds if self.rank < 0 or is_rank(self.rank) else self.others_s
+        if seconds:
+            time.sleep(seconds)
         return self.inner(x)
 
 
@@ -83,6 +89,8 @@ class Planted(Task):
     slow_in: str = "data"  # or "forward"
     slow_block: int = -1  # the block that takes forward_s
     forward_s: float = 0.0
+    others_s: float = 0.0  # that the other ranks take, if one is slow
+    is_cached: bool = False  # only the first reading of a sample is slow
     heavy_block: int = -1  # the block that computes more than the others
     bad_samples: int = 0
     leak_MB: float = 0.0  # per call of the loss
@@ -92,15 +100,18 @@ class Planted(Task):
     dead: bool = False  # no gradient reaches the weights
     zero: bool = False  # a loss of zero
     spike_at: int = 0  # call of the loss from which 6 losses are 30 times as large; 0: none
-    falls_in: int = 0  # calls after which the loss no longer falls; 0: never
+    falls_in: int = 0  # calls after which no gradient reaches the weights; 0: never
+    is_reversed: bool = False  # the gradient has the wrong sign
+    dropout: float = 0.0
 
     def model(self) -> nn.Module:
         def block(number: int) -> nn.Module:
             hidden = HEAVY if number == self.heavy_block else self.width
-            inner = nn.Sequential(nn.Linear(self.width, hidden), nn.Tanh(), nn.Linear(hidden, self.width))
+            layers = [nn.Linear(self.width, hidden), nn.Tanh(), nn.Linear(hidden, self.width)]
+            inner = nn.Sequential(*layers, *([nn.Dropout(self.dropout)] if self.dropout else []))
             slow = self.slow_in == "forward" and (self.slow_block in (-1, number)) and self.forward_s > 0
-            once = number == 0 or self.slow_block >= 0
-            return Slow(inner, self.forward_s if slow and once else 0.0, self.slow_rank)
+            seconds = self.forward_s if slow and (number == 0 or self.slow_block >= 0) else 0.0
+            return Slow(inner, seconds, self.slow_rank, self.others_s if seconds else 0.0)
 
         blocks = [block(number) for number in range(self.depth)]
         head = nn.Linear(self.width, 3)
@@ -122,6 +133,10 @@ class Planted(Task):
             losses = losses * 30
         if self.jump_at and self.jump_at <= len(CALLS):
             losses = losses * 4 + 1
+        if self.is_reversed:
+            losses = 2.0 * losses.detach() - losses
+        if self.falls_in and self.falls_in <= len(CALLS):
+            losses = losses.detach() + 0.0 * losses
         if self.dead:
             losses = losses + 2.0
             losses = losses.detach() + 0.0 * losses

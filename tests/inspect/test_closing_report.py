@@ -71,6 +71,21 @@ def test_a_training_that_is_killed_writes_its_report(tmp_path):
     assert not (tmp_path / "never/report.html").exists()
 
 
+@pytest.mark.slow
+def test_a_training_that_hangs_writes_its_report(tmp_path):
+    """Rank 1 is stopped; its peer fails after the timeout, and the launcher ends both."""
+    write_task(tmp_path)
+    slow = str(set_sample_delay(tmp_path / "slow", 0.01))
+    words = ("train", "my.py:Regression", "--batch", "16", "--steps", "500", "--ranks", "2", "--timeout", "5")
+    with start(*words, "--run-dir", "run", at=tmp_path, SLOW=slow) as running:
+        running.wait_for_step(tmp_path / "run", 5)
+        os.kill(json.loads((tmp_path / "run/ranks/1.alive").read_text())["pid"], signal.SIGSTOP)
+        result = running.wait()
+    assert result.status == 2, result.all
+    assert "rank 1" in result.all
+    assert read_data(tmp_path / "run/report.html")["axes"]["curves0"]["step"][:5] == [1, 2, 3, 4, 5]
+
+
 def test_no_report_on_request_until_resume(tmp_path):
     succeed(*TRAIN, "--ranks", "1", "--no-report", at=tmp_path)
     report = tmp_path / "run/report.html"

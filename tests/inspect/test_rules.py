@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from paceline.inspect import device_rules
 from paceline.inspect.facts import RunFacts
 from paceline.inspect.find import find
 from paceline.inspect.finding import Missing, NotApplicable
+from paceline.inspect.needs import needs_gpu
 from paceline.inspect.rules import RULES
 from paceline.spec import Spec
 from run_facts import BY_NAME, make_beats, make_evaluations, make_facts, make_steps
@@ -71,3 +73,16 @@ def test_the_loop_of_a_user_is_checked_by_rules_about_samples() -> None:
     assert not found.findings
     assert not any("has not started" in reason for reason in found.missing.values())
     assert BY_NAME["memory-growth"].checks in found.missing
+
+
+def test_findings_about_gpus_are_marked_as_simulated() -> None:
+    """No device has shown them yet. Of two rules, only the findings about GPUs are marked."""
+    for rule in RULES:
+        if rule.check.__module__ == device_rules.__name__ or needs_gpu in rule.needs:
+            assert rule.is_simulated, rule.name
+    lacks = {"cores": 4.0, "local_ranks": 1.0, "native_precision": 0.0, "capability": 70.0}
+    for device, expected in (("Tesla V100-SXM2-32GB", True), ("cpu", False)):
+        spec = Spec(precision="bf16", tf32=True)
+        facts = make_facts(device=device, precision="bf16", spec=spec, facts=lacks)
+        marks = {finding.rule: finding.simulated for finding in find(facts).findings}
+        assert marks["precision"] == marks["ineffective-option"] == expected, device

@@ -54,7 +54,10 @@ def test_memory_that_grows_in_a_short_run(tmp_path: Path) -> None:
     ):
         windows = make_windows(tmp_path, {"rank0 memory [MiB]": memory})
         assert len(sentences("memory-growth", make_facts(windows=windows))) == expected, memory
-    few = make_windows(tmp_path, {"rank0 memory [MiB]": [500.0 + 40 * k for k in range(9)]})
+    for step_MiB, expected in ((60.0, 1), (15.0, 0)):
+        windows = make_windows(tmp_path, {"rank0 memory [MiB]": [500.0 + step_MiB * k for k in range(7)]})
+        assert len(sentences("memory-growth", make_facts(windows=windows))) == expected, step_MiB
+    few = make_windows(tmp_path, {"rank0 memory [MiB]": [500.0 + 40 * k for k in range(5)]})
     assert isinstance(outcome_of("memory-growth", make_facts(windows=few)), Missing)
 
 

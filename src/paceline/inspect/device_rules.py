@@ -15,11 +15,11 @@ from paceline.inspect.windows import Window
 from paceline.monitor.columns import throttle_reasons
 from paceline.units import format_seconds
 
-MIN_SAMPLES, MIN_SAMPLED_S = 10, 20.0
+MIN_SAMPLES, MIN_SAMPLED_S = 10, 10.0
 MAX_NAMED = 4  # GPUs
 IDLE_PERCENT = 5.0  # of a sample: a display or a monitor uses up to a few percent
 IDLE_SHARE = 0.9  # of the samples, for a GPU that is not used at all
-STARVED_PERCENT = 40.0  # mean utilization below which a GPU waits most of the time
+STARVED_PERCENT = 50.0  # mean utilization below which a GPU waits most of the time
 WASTED_PERCENT = 70.0  # mean utilization below which a larger batch may help
 FULL_SHARE = 0.97  # of the memory of a GPU
 SMALL_SHARE = 0.35

@@ -34,5 +34,5 @@ def _build_finding(rule: Rule, evidence: Evidence, facts: RunFacts) -> Finding:
         lost_s=share * total_s if share is not None else None,
         to_end_s=share * facts.remaining_s if share is not None and facts.remaining_s is not None else None,
         fix=evidence.fix,
-        simulated=rule.is_simulated,
+        simulated=rule.is_simulated or evidence.is_simulated,
     )

@@ -14,12 +14,14 @@ class Evidence:
     values    the measured numbers by name, with the unit in the name
     share     the part of the time of the run that it costs; None: unknown
     fix       what to change: a command where there is one
+    is_simulated  whether only simulated facts showed this case of the rule, such as that of a GPU
     """
 
     sentence: str
     values: Mapping[str, float] = field(default_factory=dict)
     share: float | None = None
     fix: str = ""
+    is_simulated: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from paceline.units import format_bytes, format_seconds, numbered
 
 MiB = 2**20
 MIN_SAMPLES = 15
-MIN_GROWTH_SAMPLES = 10
+MIN_GROWTH_SAMPLES = 6
+CLEAR_SAMPLES = 10  # fewer must grow by more, in all parts, without becoming slower
+CLEAR_MIB, CLEAR_SHARE, CLEAR_LATE = 128.0, 0.25, 0.6
 BLOCKS = 10  # parts of the time after the warm-up at most, whose medians are compared
 WARM_UP_SHARE = 0.2  # of the samples: allocators and caches fill
 MAX_FALLING = 1  # of the differences between the parts
@@ -67,15 +69,21 @@ def _read_own_memory(window: Window, rank: str, column: str) -> list[tuple[float
 
 
 def _find_growth(rank: int, series: list[tuple[float, float]]) -> Growth | None:
+    is_short = len(series) < CLEAR_SAMPLES
+    falling, least_MiB, least_share, late = (
+        (0, CLEAR_MIB, CLEAR_SHARE, CLEAR_LATE)
+        if is_short
+        else (MAX_FALLING, GROWTH_MIB, GROWTH_SHARE, LATE_GROWTH)
+    )
     series = series[round(WARM_UP_SHARE * len(series)) :]
     blocks = min(BLOCKS, len(series))
     medians = block_medians([value for _, value in series], blocks)
     rises = [after - before for before, after in itertools.pairwise(medians)]
     growth, half = medians[-1] - medians[0], medians[blocks // 2] - medians[0]
     if (
-        sum(rise <= 0 for rise in rises) > MAX_FALLING
-        or growth < max(GROWTH_MIB, GROWTH_SHARE * medians[0])
-        or medians[-1] - medians[blocks // 2] < LATE_GROWTH * half
+        sum(rise <= 0 for rise in rises) > falling
+        or growth < max(least_MiB, least_share * medians[0])
+        or medians[-1] - medians[blocks // 2] < late * half
     ):
         return None
     duration_s = max(series[-1][0] - series[0][0], 1e-3) * (blocks - 1) / blocks

@@ -13,18 +13,22 @@ WINDOW = 100  # steps before a step, with which its loss is compared
 MIN_BEFORE = 40  # of them
 SPIKE_RISE = 1.5  # above the largest loss of the window, in units of its distance from the median
 SPIKE_FLOOR = 0.25  # and as a share of the range of all losses
+SPIKE_FACTOR, SPIKE_LOW_FLOOR = 2.0, 0.1  # or of the loss before, and as a smaller share of that range
 MIN_SPIKE_STEPS = 3  # in a row; a single hard batch is no spike
 SHIFT_STEPS = 10  # after a jump, whose median is compared with the MIN_BEFORE steps before it
 JUMP_FACTOR = 2.0  # of the distance between the largest of these losses and their median
 BACK_STEPS = 5  # whose median is back after a jump
 SHIFT_SHARE = 0.02  # of the range of all losses, which a jump exceeds besides that of the steps around it
 EARLY_STEPS = 10  # after the first, in which a learning rate that is much too large shows
-EARLY_FACTOR = 20.0  # of the first loss and of the last
-EARLY_SPREAD = 3.0  # of the last losses, 90th to 10th percentile: noisier losses have no typical first value
+EARLY_FACTOR = 10.0  # of the first loss
+EARLY_DEVIATIONS = 5.0  # of the logarithm of the loss of a step
+EARLY_SHARE = 0.01  # of the steps, until the loss is back
 SPIKE_NORM = 5.0  # a single step counts if its gradient exceeds the largest of the window by this factor
 MIN_PLATEAU_STEPS = 200
 MIN_PLATEAU_SHARE = 0.2  # of the training; it may begin slowly
 PLATEAU_CHANGE = 0.005  # of the loss, by which its median changes at most
+RISE_SHARE = 0.1  # of the loss, by which it is higher in the last third than ever before
+RISE_DEVIATIONS = 1.0  # of a step
 BEGIN_DEVIATIONS = 1.2  # of a step; 3 of the median of the first 10 steps
 NEAR_ZERO = 0.05  # a loss below this share of the first loss has been learned
 STALE_GAIN = 0.02  # of the whole improvement of the evaluations, that counts as none
@@ -51,7 +55,8 @@ def check_spike(facts: RunFacts) -> Outcome:
     while at < len(points):
         before = losses[max(0, at - WINDOW) : at]
         middle, highest = statistics.median(before), max(before)
-        limit = highest + max(SPIKE_RISE * (highest - middle), SPIKE_FLOOR * scale)
+        floor = min(SPIKE_FLOOR * scale, max(SPIKE_LOW_FLOOR * scale, SPIKE_FACTOR * abs(middle)))
+        limit = highest + max(SPIKE_RISE * (highest - middle), floor)
         until = at
         while until < len(points) and losses[until] > limit:
             until += 1
@@ -103,15 +108,16 @@ def _is_shifted(losses: Sequence[float], at: int) -> bool:
 
 def _find_early_jump(facts: RunFacts, losses: Sequence[float]) -> list[Evidence]:
     """Return a finding if the first updates made the loss many times larger, which has no window before."""
-    third = sorted(losses[-(len(losses) // 3) :])
-    low, late, high = (third[int(share * (len(third) - 1))] for share in (0.1, 0.5, 0.9))
     first, early = losses[0], statistics.median(losses[1 : 1 + EARLY_STEPS])
-    if facts.steps[0].step != 1 or not 0 < low <= high < EARLY_SPREAD * low:
+    if facts.steps[0].step != 1 or min(losses) <= 0 or early < EARLY_FACTOR * first:
         return []
-    if first <= 0 or early < EARLY_FACTOR * max(first, late):
+    # The first loss may be small by chance, if the losses of single steps differ by orders of magnitude.
+    if math.log(early / first) < EARLY_DEVIATIONS * _noise([math.log(loss) for loss in losses]):
         return []
     back = next((k for k in range(EARLY_STEPS, len(losses)) if losses[k] <= first), len(losses))
     lost = sum(point.num_steps for point in facts.steps[:back])
+    if lost < EARLY_SHARE * facts.num_steps:
+        return []
     return [
         Evidence(
             f"the loss jumped from {first:.4g} to {early:.4g} in the first {EARLY_STEPS} steps and "
@@ -162,8 +168,32 @@ def check_plateau(facts: RunFacts) -> Outcome:
     losses = [point.loss for point in points]
     if not any(losses):
         return []  # a task without a loss
-    never = _find_never_moved(facts, losses)
-    return never if never else _find_stale(facts, losses)
+    return _find_rise(facts, losses) or _find_never_moved(facts, losses) or _find_stale(facts, losses)
+
+
+def _find_rise(facts: RunFacts, losses: Sequence[float]) -> list[Evidence]:
+    """Return a finding if the loss is clearly higher at the end than at the beginning, without a jump."""
+    third = len(losses) // 3
+    begin, first = statistics.median(losses[:10]), statistics.median(losses[:third])
+    last = statistics.median(losses[-third:])
+    highest = max(begin, first)
+    if last - highest < max(RISE_SHARE * abs(highest), RISE_DEVIATIONS * _noise(losses)):
+        return []
+    if not _falls([*reversed(losses)]) or _improves_late(facts) or check_spike(facts):
+        return []
+    return [
+        Evidence(
+            f"the loss rose: {begin:.4g} in the first 10 steps, {last:.4g} in the last third",
+            {"loss_first": begin, "loss_last": last},
+            1.0,
+            f"try a lower learning rate: {facts.again} --lr SMALLER; and check the sign of the loss",
+        )
+    ]
+
+
+def _improves_late(facts: RunFacts) -> bool:
+    """Return whether the best evaluation is in the second half of at least four."""
+    return len(facts.evaluated) >= 4 and _improve_evaluations(facts, 0.5) > 0.0
 
 
 def _find_never_moved(facts: RunFacts, losses: Sequence[float]) -> list[Evidence]:

@@ -2,9 +2,7 @@
 
 import math
 import statistics
-from typing import NamedTuple
 
-from paceline.doctor.heartbeat import BACKWARD, DATA, FORWARD, OWN_CODE, UPDATE
 from paceline.inspect.contention import (
     CONTENTION_SHARE,
     find_contention,
@@ -13,17 +11,11 @@ from paceline.inspect.contention import (
 )
 from paceline.inspect.facts import RunFacts, Sibling
 from paceline.inspect.finding import NOT_APPLICABLE, Evidence, Missing, Outcome
+from paceline.inspect.straggler import MIN_PROFILES, MIN_STEPS, Straggler, find_straggler
 from paceline.plan.plan import ResolvedPlan
 from paceline.plan.schedules import StageTimes
 from paceline.units import format_seconds, several
 
-STEP_PHASES = (DATA, FORWARD, BACKWARD, UPDATE, OWN_CODE)
-MIN_STEPS = 20  # in the sums of a heartbeat
-MIN_PROFILES = 3  # that name the same straggler; a single profile may show a pause of the machine
-CLEAR_RATIO = 3.0  # of the busy time in fewer profiles, if the median step takes at least as long
-SLOW_RATIO = 1.5  # of the busy time of a rank, relative to the median of the others
-SLOW_SHARE = 0.15  # of the step, by which it is slower
-SLOW_S = 2e-3  # less is noise of the scheduler of the operating system
 MAX_PROFILE_RATIO = 1.5  # of the time of fewer profiled steps to that of the median step
 COMMUNICATION_SHARE, COMMUNICATION_S = 0.4, 5e-3
 CLEAR_COMMUNICATION_SHARE = 0.2  # beyond what waiting for cores explains
@@ -34,125 +26,6 @@ EXTRA_BUBBLE = 0.2  # of a step, beyond that of the schedule, with which IMBALAN
 IMBALANCE = 1.4  # busy time of the slowest rank of a pipeline, relative to the mean
 MIN_GAIN = 0.5  # efficiency below which more ranks do not pay
 MIN_FACTOR = 2.0  # of the cores or devices between the two runs
-
-
-class RankTimes(NamedTuple):
-    """Seconds per step in which a rank works for itself, and where."""
-
-    own_s: float
-    data_s: float
-    wait_s: float  # for a core, which other ranks of the machine might have instead
-
-
-def _read_rank_times(facts: RunFacts) -> list[RankTimes] | None:
-    """Return the own time of each rank from the heartbeats; None if a rank lacks it.
-
-    The backward pass, and under most plans the forward pass too, contain waiting for other ranks."""
-    plan = facts.plan
-    if plan is None or not facts.beats:
-        return None
-    has_own_forward = _has_own_forward(plan)
-    beats = [beat for beat in facts.beats if beat is not None and beat.total_steps >= MIN_STEPS]
-    if len(beats) < len(facts.beats):
-        return None
-    is_one_machine = len({beat.host for beat in beats}) == 1
-    times = []
-    for beat in beats:
-        data_s = beat.total_s.get(DATA, 0.0) / beat.total_steps
-        forward_s = beat.total_s.get(FORWARD, 0.0) / beat.total_steps
-        forward_s += beat.total_s.get(OWN_CODE, 0.0) / beat.total_steps  # of a loop of the user
-        own_s = data_s + (forward_s if has_own_forward else 0.0)
-        wait_s = (beat.core_wait_s or 0.0) / beat.total_steps if is_one_machine else 0.0
-        times.append(RankTimes(own_s, data_s, wait_s))
-    return times
-
-
-def _step_s(facts: RunFacts) -> float:
-    """Return the mean time of a step by the heartbeat of the first rank."""
-    beat = facts.beats[0]
-    assert beat is not None
-    return sum(beat.total_s.get(phase, 0.0) for phase in STEP_PHASES) / beat.total_steps
-
-
-class Straggler(NamedTuple):
-    rank: int
-    busy_s: float
-    others_s: float
-    step_s: float
-    where: str  # "input", "computing" or "" if unknown
-
-    @property
-    def share(self) -> float:
-        return min(1.0, (self.busy_s - self.others_s) / self.step_s) if self.step_s else 0.0
-
-
-def find_straggler(facts: RunFacts) -> Straggler | Missing | None:
-    """Return the rank for which the others wait, None if there is none."""
-    times = _read_rank_times(facts)
-    found = _find_by_heartbeat(times, _step_s(facts)) if times is not None else None
-    found = found or _find_by_profiles(facts)
-    if found is not None or (times is not None and _has_own_forward(facts.plan)):
-        return found
-    if len(facts.profiled) >= MIN_PROFILES:
-        return None
-    return Missing(
-        f"it needs {MIN_STEPS} steps after the first with heartbeats of all ranks, and {MIN_PROFILES} "
-        f"profiles (--profile) under {facts.start.plan}, whose forward pass waits for other ranks"
-    )
-
-
-def _find_by_profiles(facts: RunFacts) -> Straggler | None:
-    num_ranks, profiles = facts.start.ranks, facts.profiled
-    if num_ranks < 2 or not profiles:
-        return None
-    rank, count = _most_common([event.slowest for event in profiles])
-    if 2 * count <= len(profiles):
-        return None
-    own = [event for event in profiles if event.slowest == rank]
-    busy_s = statistics.median(event.slowest_s for event in own)
-    others_s = statistics.median(
-        max(0.0, (event.busy_s * num_ranks - event.slowest_s) / (num_ranks - 1)) for event in own
-    )
-    straggler = Straggler(rank, busy_s, others_s, statistics.median(event.step_s for event in own), "")
-    if not _is_slow(straggler):
-        return None
-    # The machine may have paused in a single profile; then most steps take less time.
-    is_clear = busy_s > CLEAR_RATIO * others_s and facts.step_s is not None and facts.step_s > busy_s
-    return straggler if len(profiles) >= MIN_PROFILES or is_clear else None
-
-
-def _has_own_forward(plan: ResolvedPlan | None) -> bool:
-    """Return whether the forward pass of a plan has no collectives, so that its time is a rank's own."""
-    return plan is not None and plan.zero <= 1 and plan.tp == plan.pp == plan.cp == 1
-
-
-def _find_by_heartbeat(times: list[RankTimes], step_s: float) -> Straggler | None:
-    slowest = max(range(len(times)), key=lambda rank: times[rank].own_s)
-    others = [entry for rank, entry in enumerate(times) if rank != slowest]
-    if not others:
-        return None
-    own = times[slowest]
-    others_s = statistics.median(entry.own_s for entry in others)
-    # Other programs used a core of this rank: what it waited more than the others is not its work.
-    waited_s = max(0.0, own.wait_s - statistics.median(entry.wait_s for entry in others))
-    busy_s = max(others_s, own.own_s - waited_s)
-    reading_s = own.data_s - statistics.median(entry.data_s for entry in others)
-    where = "input" if 2 * reading_s > own.own_s - others_s else "computing"
-    straggler = Straggler(slowest, busy_s, others_s, step_s, where)
-    return straggler if _is_slow(straggler) else None
-
-
-def _is_slow(straggler: Straggler) -> bool:
-    return (
-        straggler.busy_s > SLOW_RATIO * straggler.others_s
-        and straggler.share > SLOW_SHARE
-        and straggler.busy_s - straggler.others_s > SLOW_S
-    )
-
-
-def _most_common(numbers: list[int]) -> tuple[int, int]:
-    number = statistics.mode(numbers)
-    return number, numbers.count(number)
 
 
 def check_straggler(facts: RunFacts) -> Outcome:
@@ -272,7 +145,7 @@ def check_pipeline(facts: RunFacts) -> Outcome:
     # A rank that lost its core in the profiled step seems busy; unequal stages make others wait in each step.
     is_clear = contention <= CONTENTION_SHARE or bubble > expected + EXTRA_BUBBLE
     if ratio > (IMBALANCE if is_clear else BUSY_IMBALANCE):
-        rank, _ = _most_common([event.slowest for event in facts.profiled])
+        rank = statistics.mode(event.slowest for event in facts.profiled)
         found.append(
             Evidence(
                 f"the stages of the pipeline are unequal: rank {rank} (stage {plan.place(rank).pp}) is busy "

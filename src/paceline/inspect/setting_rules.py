@@ -41,6 +41,7 @@ def check_precision(facts: RunFacts) -> Outcome:
             {"native_precision": 0.0},
             None,
             f"{facts.again} --precision fp32",
+            is_simulated=not facts.is_cpu,
         )
     ]
 
@@ -48,7 +49,11 @@ def check_precision(facts: RunFacts) -> Outcome:
 def check_ineffective_options(facts: RunFacts) -> Outcome:
     """Options that were set and change nothing."""
     return [
-        Evidence(f"{option} has no effect: {reason}", fix=f"leave it out, or {fix}")
+        Evidence(
+            f"{option} has no effect: {reason}",
+            fix=f"leave it out, or {fix}",
+            is_simulated=option == "--tf32" and not facts.is_cpu,
+        )
         for option, reason, fix in _find_ineffective(facts.request, facts)
     ]
 

@@ -3,17 +3,22 @@
 import itertools
 import math
 import statistics
+from collections.abc import Sequence
 
+from paceline.events import Saved
 from paceline.inspect.contention import CONTENTION_SHARE, measure_contention
 from paceline.inspect.facts import RunFacts, StepPoint, weighted_sum
 from paceline.inspect.finding import Evidence, Missing, Outcome
 from paceline.units import format_seconds, several
 
-MIN_STEPS = 20  # after the warm-up; the shares of fewer steps vary too much
+MIN_STEPS = 10  # after the warm-up
+MIN_MEAN_STEPS = 20  # the mean of fewer varies too much
 MIN_WARM_S = 0.5  # of these steps; in less time, a single pause of the machine is a large share
 INPUT_SHARE, INPUT_WAIT_S = 0.2, 4e-3  # collating a small batch in Python takes a millisecond or two
 WORKERS_CONTENTION = 2.0  # times the share of the time without a core, which workers may cost besides
 STALLS = 0.02  # of the steps: the longest waits are left out, which may be single stalls of a file system
+MAX_STALLS = 5  # of them: more are no accident, and a long run has many
+LATE_INPUT_SHARE = 0.1  # in the second half of the steps: a first epoch that fills a cache is no fault
 SPARE = 1.1  # readers that are faster than the training by this factor keep it busy
 MAX_WORKERS = 1024  # as in spec.Loading
 MIN_EVALUATIONS = 3
@@ -27,6 +32,8 @@ SAVE_SHARE = 0.15
 BEST_SAVE_SHARE = 0.25  # if only better metrics cause the saves: a short run improves at each evaluation
 BEST_SAVE_S = 0.2
 GOOD_SAVE_SHARE = 0.02
+MIN_COMPARED = 5  # steps while a checkpoint is written, and other steps
+MIN_SLOWED = 0.25  # of a step, by which it is longer while a checkpoint is written; less may be noise
 
 
 def lacks_steps(facts: RunFacts) -> Missing | None:
@@ -47,10 +54,15 @@ def check_input(facts: RunFacts) -> Outcome:
     if workers is None:
         workers = _count_default_workers(facts)
     contention = measure_contention(facts)
-    data_s, step_s = _measure_input(facts, workers, contention)
+    measure = _measure_input if facts.num_warm >= MIN_MEAN_STEPS else _measure_few
+    data_s, step_s = measure(facts.warm, workers, contention)
     # Workers wait for cores, too, and then the training waits for them.
     limit = INPUT_SHARE + (WORKERS_CONTENTION * (contention or 0.0) if workers else 0.0)
     if not step_s or data_s / step_s < limit or data_s < INPUT_WAIT_S:
+        return []
+    late = facts.warm[len(facts.warm) // 2 :]
+    late_data_s, late_step_s = measure(late, workers, contention)
+    if late_data_s < LATE_INPUT_SHARE * late_step_s:
         return []
     share = data_s / step_s
     values = {"data_s": data_s, "step_s": step_s, "share": share}
@@ -72,20 +84,33 @@ def check_input(facts: RunFacts) -> Outcome:
     return [Evidence(sentence, values, share, f"{facts.again} --workers {needed}")]
 
 
-def _measure_input(facts: RunFacts, workers: int, contention: float | None) -> tuple[float, float]:
+def _measure_input(
+    points: tuple[StepPoint, ...], workers: int, contention: float | None
+) -> tuple[float, float]:
     """Return the seconds of waiting for input, and of the whole step."""
-    if not workers and (contention is None or contention > CONTENTION_SHARE):
-        # A rank that loses its core while it reads seems to wait, in some of the steps.
-        points, own = facts.warm, max(0.1, 1 - (contention or 0.0))
-        return (
-            statistics.median(point.data_s for point in points) * own,
-            statistics.median(point.step_s for point in points) * own,
-        )
-    points = _without_stalls(facts.warm)
-    count = sum(point.num_steps for point in points)
+    usual = _without_stalls(points)
+    count = sum(point.num_steps for point in usual)
+    data_s = weighted_sum(usual, [point.data_s for point in usual]) / count
+    step_s = weighted_sum(usual, [point.step_s for point in usual]) / count
+    if workers or (contention is not None and contention <= CONTENTION_SHARE):
+        return data_s, step_s
+    # A rank that loses its core while it reads seems to wait, in some of the steps: the median leaves these
+    # out, and so does the mean without the time that the rank had no core.
+    lost = contention or 0.0
+    own = max(0.1, 1 - lost)
+    median_s = statistics.median(point.data_s for point in points) * own
+    if contention is not None and data_s - lost * step_s > median_s:
+        return data_s - lost * step_s, step_s
+    return median_s, statistics.median(point.step_s for point in points) * own
+
+
+def _measure_few(
+    points: tuple[StepPoint, ...], workers: int, contention: float | None
+) -> tuple[float, float]:
+    """Return the same for a few steps: their medians, which a single pause does not change."""
     return (
-        weighted_sum(points, [point.data_s for point in points]) / count,
-        weighted_sum(points, [point.step_s for point in points]) / count,
+        statistics.median(point.data_s for point in points),
+        statistics.median(point.step_s for point in points),
     )
 
 
@@ -99,7 +124,8 @@ def _count_default_workers(facts: RunFacts) -> int:
 
 def _without_stalls(points: tuple[StepPoint, ...]) -> tuple[StepPoint, ...]:
     ordered = sorted(points, key=lambda point: point.data_s)
-    return tuple(ordered[: len(ordered) - max(1, round(STALLS * len(ordered)))])
+    count = min(MAX_STALLS, max(1, round(STALLS * len(ordered))))
+    return tuple(ordered[: max(1, len(ordered) - count)])
 
 
 def check_evaluations(facts: RunFacts) -> Outcome:
@@ -139,25 +165,28 @@ def check_evaluations(facts: RunFacts) -> Outcome:
 
 
 def check_checkpoints(facts: RunFacts) -> Outcome:
-    """Saves that block the training for a large share of the time."""
+    """Saves that block the training, or slow its steps down, for a large share of the time."""
     last = facts.start.steps
     saves = [event for event in facts.saved if event.step < last]
     if len(saves) < MIN_SAVES:
         return Missing(f"it needs {MIN_SAVES} checkpoints before the end, got {len(saves)}")
+    slowed_s = _measure_slowed_s(facts.warm, saves)
     blocked_s = sum(event.blocked_s for event in saves)
-    share = min(1.0, blocked_s / facts.run_s) if facts.run_s else 0.0
+    lost_s = blocked_s + slowed_s
+    share = min(1.0, lost_s / facts.run_s) if facts.run_s else 0.0
     every = facts.spec.save.every if facts.spec is not None else None
-    each_s = statistics.median(event.blocked_s for event in saves)
-    if share < (BEST_SAVE_SHARE if every is None else SAVE_SHARE) or blocked_s < MIN_SAVE_S:
+    each_s = statistics.median(event.blocked_s for event in saves) + slowed_s / len(saves)
+    if share < (BEST_SAVE_SHARE if every is None else SAVE_SHARE) or lost_s < MIN_SAVE_S:
         return []
     if every is None and each_s < BEST_SAVE_S:
         return []  # a short run of a small model
     step_s = max(statistics.median(point.step_s for point in facts.steps), 1e-6)
     wanted = _round_up(each_s * (1 - GOOD_SAVE_SHARE) / (GOOD_SAVE_SHARE * step_s))
     speed = statistics.median(event.bytes / max(event.seconds, 1e-6) for event in saves) / 1e6
+    does = "blocked the training" if slowed_s < blocked_s else "blocked the training and slowed its steps"
     sentence = (
-        f"checkpoints take {share:.0%} of the time: {len(saves)} blocked the training for "
-        f"{format_seconds(each_s)} each, at {speed:.3g} MB/s"
+        f"checkpoints take {share:.0%} of the time: {len(saves)} {does} for {format_seconds(each_s)} each, "
+        f"at {speed:.3g} MB/s"
     )
     fix = (
         f"{facts.again} --save-every {wanted}"
@@ -165,8 +194,28 @@ def check_checkpoints(facts: RunFacts) -> Outcome:
         else f"evaluate less often, since each better metric is saved: {facts.again} "
         f"--set spec.evaluate_every={wanted}"
     )
-    values = {"blocked_s": each_s, "saves": len(saves), "MBps": speed, "share": share}
-    return [Evidence(sentence, values, share, fix)]
+    values = {"blocked_s": blocked_s / len(saves), "slowed_s": slowed_s / len(saves), "saves": len(saves)}
+    return [Evidence(sentence, values | {"MBps": speed, "share": share}, share, fix)]
+
+
+def _measure_slowed_s(points: Sequence[StepPoint], saves: Sequence[Saved]) -> float:
+    """Return the time by which steps are longer while a checkpoint is written in the background."""
+    if any(point.num_steps > 1 for point in points):
+        return 0.0  # a point of several steps may be in a save and not
+    spans = [(event.time - event.seconds, event.time) for event in saves]
+    within: list[float] = []
+    beside: list[float] = []
+    at = 0
+    for point in points:
+        begin, end = point.time - point.step_s, point.time
+        while at < len(spans) and spans[at][1] < begin:
+            at += 1
+        is_within = at < len(spans) and spans[at][0] < end
+        (within if is_within else beside).append(point.step_s)
+    if len(within) < MIN_COMPARED or len(beside) < MIN_COMPARED:
+        return 0.0
+    slower_s = statistics.median(within) - statistics.median(beside)
+    return len(within) * slower_s if slower_s > MIN_SLOWED * statistics.median(beside) else 0.0
 
 
 def _round_up(count: float) -> int:

@@ -31,6 +31,10 @@ FIELDS = {
     "clocks.sm": "clock sm",
     "clocks.current.sm": "clock sm",
     "clocks.max.sm": "clock sm limit",
+    "clocks.gr": "clock sm",  # the clock of graphics is that of the multiprocessors
+    "clocks.current.graphics": "clock sm",
+    "clocks.max.gr": "clock sm limit",
+    "clocks.max.graphics": "clock sm limit",
     "clocks.mem": "clock memory",
     "clocks.current.memory": "clock memory",
     "temperature.gpu": "temperature",
