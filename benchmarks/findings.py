@@ -86,7 +86,7 @@ def run_cases(cases: Sequence[Case], folder: Path) -> tuple[int, int]:
         try:
             result = find(read_case(case, folder / re.sub(r"\W+", "-", case.name)))
         except (RuntimeError, subprocess.SubprocessError, Error) as error:
-            print(f"{'failed':12}{case.name:46}{error}", flush=True)
+            print(f"{'failed':12}{case.name:52}{error}", flush=True)
             continue
         rules = {finding.rule for finding in result.findings}
         missed = {*case.expected} - rules
@@ -95,7 +95,7 @@ def run_cases(cases: Sequence[Case], folder: Path) -> tuple[int, int]:
         alarms += bool(extra)
         verdict = "missed" if missed else "false alarm" if extra else "ok"
         print(
-            f"{verdict:12}{case.name:46}{', '.join(sorted(rules)) or '-':40}{time.monotonic() - began:5.0f} s"
+            f"{verdict:12}{case.name:52}{', '.join(sorted(rules)) or '-':40}{time.monotonic() - began:5.0f} s"
         )
         for finding in result.findings:
             if finding.rule in extra:

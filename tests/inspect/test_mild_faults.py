@@ -134,5 +134,5 @@ def test_a_spike_late_in_a_training_is_small_beside_the_first_losses() -> None:
     for height, count in ((0.5, 1), (0.1, 0)):
         draw = random.Random(1)
         losses = [2.5 * math.exp(-k / 60) + 0.05 + draw.gauss(0, 0.005) for k in range(500)]
-        losses[400:406] = [height] * 6
+        losses[400:404] = [height] * 4
         assert len(sentences("loss-spike", make_facts(steps=make_steps(500, losses=losses)))) == count, height

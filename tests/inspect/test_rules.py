@@ -59,6 +59,7 @@ def test_a_recording_is_checked_by_rules_about_samples_only() -> None:
     mentioned = {*recording.checked, *recording.missing}
     of_samples = {
         "device-idle", "tensor-cores", "throttling", "gpu-memory", "batch-size", "shared-gpu", "gpu-errors",
+        "gpu-memory-growth",
         "memory-growth", "memory", "swapping",
     }  # fmt: skip
     assert mentioned == {BY_NAME[name].checks for name in of_samples}

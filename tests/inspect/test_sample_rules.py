@@ -130,6 +130,10 @@ GPU_CASES = {
         {"gpu0 memory used [MiB]": [80000.0] * 40, "gpu0 memory total [MiB]": [81559.0] * 40},
         {"gpu0 memory used [MiB]": [76000.0] * 40, "gpu0 memory total [MiB]": [81559.0] * 40},
     ),
+    "gpu-memory-growth": (
+        {"gpu0 memory used [MiB]": [20000.0 + 400 * k for k in range(40)]},
+        {"gpu0 memory used [MiB]": [60000.0 - 40000 * 0.8**k for k in range(40)]},
+    ),
     "batch-size": (
         {
             "gpu0 memory used [MiB]": [8000.0] * 40,
@@ -174,6 +178,16 @@ def test_low_clocks_without_reasons(tmp_path: Path) -> None:
     }
     facts = RunFacts(path=Path("gpu.csv"), windows=make_windows(tmp_path, low))
     assert sentences("throttling", facts) == ["GPU 0 ran at 45% of its highest clock under load"]
+    # One of two GPUs is slower than the other, and a clock falls. The highest clock is unknown.
+    columns = [f"gpu{k} {what}" for k in (0, 1) for what in ("utilization [%]", "clock sm [MHz]")]
+    for clocks, found in (
+        (([1900.0] * 40, [1100.0] * 40), ["GPU 1 ran at 1100 MHz under load, the other GPUs at 1900 MHz"]),
+        (([1900.0] * 20 + [900.0] * 20,), ["GPU 0 lowered its clock under load from 1900 to 900 MHz"]),
+        (([1980.0] * 20 + [1400.0] * 20, [1500.0] * 40), []),
+    ):
+        values = [series for clock in clocks for series in ([99.0] * 40, clock)]
+        windows = make_windows(tmp_path, dict(zip(columns, values, strict=False)))
+        assert sentences("throttling", RunFacts(path=Path("gpu.csv"), windows=windows)) == found
     idle = {**low, "gpu0 utilization [%]": [0.0] * 40}
     facts = RunFacts(path=Path("gpu.csv"), windows=make_windows(tmp_path, idle))
     assert sentences("throttling", facts) == []

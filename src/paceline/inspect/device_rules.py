@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 from paceline.inspect.facts import RunFacts
 from paceline.inspect.finding import NOT_APPLICABLE, Evidence, Missing, NotApplicable, Outcome
+from paceline.inspect.growth import GrowthLimits, find_growth
 from paceline.inspect.windows import Window
 from paceline.monitor.columns import throttle_reasons
-from paceline.units import format_seconds
+from paceline.units import format_bytes, format_seconds
 
+MiB = 2**20
 MIN_SAMPLES, MIN_SAMPLED_S = 10, 10.0
 MAX_NAMED = 4  # GPUs
 IDLE_PERCENT = 5.0  # of a sample: a display or a monitor uses up to a few percent
@@ -23,9 +25,11 @@ STARVED_PERCENT = 50.0  # mean utilization below which a GPU waits most of the t
 WASTED_PERCENT = 70.0  # mean utilization below which a larger batch may help
 FULL_SHARE = 0.97  # of the memory of a GPU
 SMALL_SHARE = 0.35
+GROWTH = GrowthLimits(MiB=1024.0, share=0.15, late=0.5, falling=1)  # of the memory of a GPU
 SLOW_REASONS = {"hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake"}
 THROTTLED_SHARE = 0.1  # of the samples
 LOW_CLOCK = 0.7  # of the highest clock; under a power limit, full load runs at 80 to 95 %
+FALLEN_CLOCK = 0.6  # of the clock at the beginning, if the reasons are unknown
 BUSY_PERCENT = 50.0  # utilization from which a clock says something
 SHARED_SHARE = 0.2  # of the samples in which another process computes
 TENSOR_PERCENT, ACTIVE_PERCENT = 1.0, 30.0
@@ -126,23 +130,44 @@ def check_throttling(facts: RunFacts) -> Outcome:
                 share * max(0.0, slow) if slow is not None else None,
                 "check cooling and power supply of the node; report it to its administrators",
             )
-        busy = gpu.window.pairs(f"gpu{gpu.number} utilization", f"gpu{gpu.number} clock sm")
-        busy_clocks = [clock for used, clock in busy if used >= BUSY_PERCENT]
-        if limit == limit and len(busy_clocks) >= MIN_SAMPLES:
-            ratio = statistics.median(busy_clocks) / limit
-            if 0 < ratio < LOW_CLOCK:
-                return Evidence(
-                    f"{gpu.name} ran at {ratio:.0%} of its highest clock under load",
-                    {"gpu": gpu.number, "clock_share": ratio},
-                    1 - ratio,
-                    "compare its power limit and its clocks: nvidia-smi -q -d POWER,CLOCK",
-                )
-        return None
+        return _find_low_clock(gpu, limit, has_reasons=bool(bits))
 
     outcome = _each_gpu(facts, find, "throttle")
-    return (
-        outcome if not isinstance(outcome, Missing) else _each_gpu(facts, find, "clock sm", "clock sm limit")
+    return outcome if not isinstance(outcome, Missing) else _each_gpu(facts, find, "clock sm", "utilization")
+
+
+def _find_low_clock(gpu: Gpu, limit: float, has_reasons: bool) -> Evidence | None:
+    """Return a finding if the clock under load is far below its limit, that of the other GPUs, or fell."""
+    clocks = _read_busy_clocks(gpu)
+    if len(clocks) < MIN_SAMPLES:
+        return None
+    clock = statistics.median(clocks)
+    others = [
+        _read_busy_clocks(Gpu(gpu.window, number)) for number in gpu.window.gpus if number != gpu.number
+    ]
+    known = [statistics.median(values) for values in others if len(values) >= MIN_SAMPLES]
+    other = statistics.median(known) if known else math.nan
+    third = len(clocks) // 3
+    first, last = statistics.median(clocks[:third]), statistics.median(clocks[-third:])
+    if 0 < clock < LOW_CLOCK * limit:
+        ratio, what = clock / limit, f"ran at {clock / limit:.0%} of its highest clock under load"
+    elif 0 < clock < LOW_CLOCK * other:
+        ratio, what = clock / other, f"ran at {clock:.0f} MHz under load, the other GPUs at {other:.0f} MHz"
+    elif not has_reasons and third >= MIN_SAMPLES and 0 < last < FALLEN_CLOCK * first:
+        ratio, what = last / first, f"lowered its clock under load from {first:.0f} to {last:.0f} MHz"
+    else:
+        return None
+    return Evidence(
+        f"{gpu.name} {what}",
+        {"gpu": gpu.number, "clock_share": ratio},
+        1 - ratio,
+        "compare its power limit, clocks and temperature: nvidia-smi -q -d POWER,CLOCK,TEMPERATURE",
     )
+
+
+def _read_busy_clocks(gpu: Gpu) -> list[float]:
+    pairs = gpu.window.pairs(f"gpu{gpu.number} utilization", f"gpu{gpu.number} clock sm")
+    return [clock for used, clock in pairs if used >= BUSY_PERCENT]
 
 
 def check_full(facts: RunFacts) -> Outcome:
@@ -160,6 +185,27 @@ def check_full(facts: RunFacts) -> Outcome:
         )
 
     return _each_gpu(facts, find, "memory used", "memory total")
+
+
+def check_growth(facts: RunFacts) -> Outcome:
+    """GPUs whose memory grows steadily until the end."""
+
+    def find(gpu: Gpu) -> Evidence | None:
+        growth = find_growth(gpu.number, gpu.window.timed(f"gpu{gpu.number} memory used"), GROWTH)
+        if growth is None:
+            return None
+        total = max(gpu.values("memory total"), default=math.nan)
+        left_s = (total - growth.last_MiB) / growth.MiB_per_s
+        until = f"; it will be full in {format_seconds(max(0.0, left_s))}" if total == total else ""
+        return Evidence(
+            f"the memory of {gpu.name} grows by {format_bytes(growth.MiB_per_s * 60 * MiB)} a minute, from "
+            f"{format_bytes(growth.first_MiB * MiB)} to {format_bytes(growth.last_MiB * MiB)}{until}",
+            {"gpu": gpu.number, "MiB_per_s": growth.MiB_per_s, "last_MiB": growth.last_MiB},
+            None,
+            "look for lists that keep tensors of each step, such as losses without .item() or .detach()",
+        )
+
+    return _each_gpu(facts, find, "memory used")
 
 
 def check_small(facts: RunFacts) -> Outcome:

@@ -2,23 +2,20 @@
 
 import itertools
 import statistics
-from typing import NamedTuple
 
 from paceline.inspect.facts import RunFacts
 from paceline.inspect.finding import Evidence, Missing, Outcome
+from paceline.inspect.growth import BLOCKS, Growth, GrowthLimits, find_growth
 from paceline.inspect.windows import Window, block_medians
 from paceline.units import format_bytes, format_seconds, numbered
 
 MiB = 2**20
 MIN_SAMPLES = 15
 MIN_GROWTH_SAMPLES = 6
-CLEAR_SAMPLES = 10  # fewer must grow by more, in all parts, without becoming slower
-CLEAR_MIB, CLEAR_SHARE, CLEAR_LATE = 128.0, 0.25, 0.6
-BLOCKS = 10  # parts of the time after the warm-up at most, whose medians are compared
-WARM_UP_SHARE = 0.2  # of the samples: allocators and caches fill
-MAX_FALLING = 1  # of the differences between the parts
-GROWTH_MIB, GROWTH_SHARE = 48.0, 0.08  # of the memory of a rank
-LATE_GROWTH = 0.25  # of the second half, relative to the first: caches level off, busy machines slow down
+# Of the memory of a rank. Busy machines slow down, so that a leak does, too.
+GROWTH = GrowthLimits(MiB=48.0, share=0.08, late=0.25, falling=1)
+CLEAR_SAMPLES = 10  # fewer must grow by more, in all parts
+CLEAR_GROWTH = GrowthLimits(MiB=128.0, share=0.25, late=0.6, falling=0)
 MAX_NAMED = 4  # ranks
 FULL_SHARE = 0.95
 OWN_SHARE = 0.2  # of the memory of a node that the ranks use, for its fullness to be theirs
@@ -29,19 +26,6 @@ SPARE_SAVES = 2  # checkpoints for which there must be space
 
 def _no_samples(facts: RunFacts, count: int = MIN_SAMPLES) -> Missing:
     return Missing(f"it needs {count} samples of the node{facts.why_no_samples}")
-
-
-class Growth(NamedTuple):
-    """The memory of a rank, or of its workers, at the beginning and at the end of a time."""
-
-    rank: int
-    first_MiB: float
-    last_MiB: float
-    seconds: float
-
-    @property
-    def MiB_per_s(self) -> float:
-        return (self.last_MiB - self.first_MiB) / self.seconds
 
 
 def check_growth(facts: RunFacts) -> Outcome:
@@ -69,25 +53,7 @@ def _read_own_memory(window: Window, rank: str, column: str) -> list[tuple[float
 
 
 def _find_growth(rank: int, series: list[tuple[float, float]]) -> Growth | None:
-    is_short = len(series) < CLEAR_SAMPLES
-    falling, least_MiB, least_share, late = (
-        (0, CLEAR_MIB, CLEAR_SHARE, CLEAR_LATE)
-        if is_short
-        else (MAX_FALLING, GROWTH_MIB, GROWTH_SHARE, LATE_GROWTH)
-    )
-    series = series[round(WARM_UP_SHARE * len(series)) :]
-    blocks = min(BLOCKS, len(series))
-    medians = block_medians([value for _, value in series], blocks)
-    rises = [after - before for before, after in itertools.pairwise(medians)]
-    growth, half = medians[-1] - medians[0], medians[blocks // 2] - medians[0]
-    if (
-        sum(rise <= 0 for rise in rises) > falling
-        or growth < max(least_MiB, least_share * medians[0])
-        or medians[-1] - medians[blocks // 2] < late * half
-    ):
-        return None
-    duration_s = max(series[-1][0] - series[0][0], 1e-3) * (blocks - 1) / blocks
-    return Growth(rank, medians[0], medians[-1], duration_s)
+    return find_growth(rank, series, GROWTH if len(series) >= CLEAR_SAMPLES else CLEAR_GROWTH)
 
 
 def _describe_growth(growths: list[Growth], owner: str, window: Window) -> Evidence:
@@ -95,7 +61,7 @@ def _describe_growth(growths: list[Growth], owner: str, window: Window) -> Evide
     rate = sum(growth.MiB_per_s for growth in growths)
     free = _find_free_MiB(window)
     until = f"; the machine has memory for {format_seconds(free / rate)} more" if free is not None else ""
-    names = numbered("rank", [growth.rank for growth in growths[:MAX_NAMED]])
+    names = numbered("rank", [growth.number for growth in growths[:MAX_NAMED]])
     more = f" and {len(growths) - MAX_NAMED} more" if len(growths) > MAX_NAMED else ""
     return Evidence(
         f"the memory of {owner}{names}{more} grows by {format_bytes(worst.MiB_per_s * 60 * MiB)} a minute"

@@ -112,7 +112,8 @@ def _find_early_jump(facts: RunFacts, losses: Sequence[float]) -> list[Evidence]
     if facts.steps[0].step != 1 or min(losses) <= 0 or early < EARLY_FACTOR * first:
         return []
     # The first loss may be small by chance, if the losses of single steps differ by orders of magnitude.
-    if math.log(early / first) < EARLY_DEVIATIONS * _noise([math.log(loss) for loss in losses]):
+    noise = _noise([math.log(loss) for loss in losses[: len(losses) // 3]])
+    if math.log(early / first) < EARLY_DEVIATIONS * noise:
         return []
     back = next((k for k in range(EARLY_STEPS, len(losses)) if losses[k] <= first), len(losses))
     lost = sum(point.num_steps for point in facts.steps[:back])

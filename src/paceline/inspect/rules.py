@@ -64,6 +64,7 @@ RULES = (
     ),
     Rule("tensor-cores", "use of Tensor Cores", device_rules.check_tensor_cores, is_simulated=True),
     Rule("throttling", "clocks of GPUs", device_rules.check_throttling, is_simulated=True),
+    Rule("gpu-memory-growth", "growing memory of GPUs", device_rules.check_growth, is_simulated=True),
     Rule("gpu-memory", "full memory of GPUs", device_rules.check_full, is_simulated=True),
     Rule("batch-size", "unused memory of GPUs", device_rules.check_small, is_simulated=True),
     Rule("shared-gpu", "other jobs on the GPUs", device_rules.check_shared, is_simulated=True),

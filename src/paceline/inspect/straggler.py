@@ -16,7 +16,7 @@ SLOW_RATIO = 1.5  # of the busy time of a rank, relative to the median of the ot
 SLOW_SHARE = 0.15  # of the step, by which it is slower
 SLOW_S = 2e-3  # less is noise of the scheduler of the operating system
 # A rank that is less slow than that, over more steps, by more than all its waiting for a core.
-MILD_STEPS, MILD_RATIO, MILD_SHARE, MILD_S = 80, 1.2, 0.1, 4e-3
+MILD_STEPS, MILD_RATIO, MILD_SHARE, MILD_S = 80, 1.15, 0.1, 4e-3
 
 
 class RankTimes(NamedTuple):
