@@ -128,12 +128,12 @@ def test_healthy_losses_are_no_plateau() -> None:
 
 
 def test_a_run_that_stopped_improving_long_ago_is_a_plateau() -> None:
-    losses = [3 * math.exp(-k / 20) + value for k, value in enumerate(noisy(600, 1.0, 0.02))]
-    stale = make_evaluations(0.1, every=50, losses=[1.5, 1.1, 1.0, *[1.0 + k / 100 for k in range(9)]])
-    [evidence] = outcome_of("plateau", make_facts(steps=make_steps(600, losses=losses), evaluated=stale))
-    assert evidence.sentence.startswith("the loss and the evaluations have hardly improved since step 241")
-    better = make_evaluations(0.1, every=50, losses=[1.5 * 0.9**k for k in range(12)])
-    assert sentences("plateau", make_facts(steps=make_steps(600, losses=losses), evaluated=better)) == []
+    losses = [3 * math.exp(-k / 20) + value for k, value in enumerate(noisy(1000, 1.0, 0.02))]
+    stale = make_evaluations(0.1, every=80, losses=[1.5, 1.1, 1.0, *[1.0 + k / 100 for k in range(9)]])
+    [evidence] = outcome_of("plateau", make_facts(steps=make_steps(1000, losses=losses), evaluated=stale))
+    assert evidence.sentence.startswith("the loss and the evaluations have hardly improved since step 401")
+    better = make_evaluations(0.1, every=80, losses=[1.5 * 0.9**k for k in range(12)])
+    assert sentences("plateau", make_facts(steps=make_steps(1000, losses=losses), evaluated=better)) == []
 
 
 def test_overflow() -> None:

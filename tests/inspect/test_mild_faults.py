@@ -84,6 +84,16 @@ def test_checkpoints_that_slow_steps_down(slower: float, count: int) -> None:
     assert all("slowed its steps" in sentence for sentence in found)
 
 
+@pytest.mark.parametrize(("seconds", "count"), [(1.4, 1), (0.4, 0)])
+def test_checkpoints_that_are_always_being_written(seconds: float, count: int) -> None:
+    """One begins every 2 s: there are no other steps to compare with."""
+    steps = make_steps(40, step_s=0.5)
+    saves = make_saves_beside(steps, 4, seconds)
+    facts = make_facts(steps=steps, saved=saves, length=80, spec=Spec(save=Save(every=4)))
+    assert len(sentences("checkpoint", facts)) == count
+    assert sentences("checkpoint", replace(facts, spec=Spec())) == []
+
+
 def replace_times(point: StepPoint, time: float, step_s: float) -> StepPoint:
     return point._replace(time=time, step_s=step_s)
 

@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -142,3 +143,13 @@ def test_empty_folder_is_reported(tmp_path):
     result = paceline("watch", ".", "--terminal", at=tmp_path)
     assert result.status == 1
     assert "no runs in ." in result.out
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_damaged_run_is_one_sentence(tmp_path, make):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/spec.toml").write_text("")
+    make(tmp_path / "run/events.jsonl")
+    result = paceline("watch", "run", "--terminal", at=tmp_path)
+    assert result.status == 2
+    assert "cannot read run/events.jsonl: it is not a regular file; move it away" in result.err

@@ -21,7 +21,7 @@ BACK_STEPS = 5  # whose median is back after a jump
 SHIFT_SHARE = 0.02  # of the range of all losses, which a jump exceeds besides that of the steps around it
 EARLY_STEPS = 10  # after the first, in which a learning rate that is much too large shows
 EARLY_FACTOR = 10.0  # of the first loss
-EARLY_DEVIATIONS = 5.0  # of the logarithm of the loss of a step
+EARLY_DEVIATIONS = 6.0  # of the logarithm of the loss of a step
 EARLY_SHARE = 0.01  # of the steps, until the loss is back
 SPIKE_NORM = 5.0  # a single step counts if its gradient exceeds the largest of the window by this factor
 MIN_PLATEAU_STEPS = 200
@@ -34,7 +34,7 @@ NEAR_ZERO = 0.05  # a loss below this share of the first loss has been learned
 STALE_GAIN = 0.02  # of the whole improvement of the evaluations, that counts as none
 STALE_NOISE = 0.1  # likewise of the noisy loss of steps, whose course is tested besides
 STALE_SHARE = 0.6  # of the run, during which neither loss nor evaluation improve
-MIN_STALE_STEPS, MIN_STALE_EVALUATIONS = 400, 8
+MIN_STALE_STEPS, MIN_STALE_EVALUATIONS = 800, 12  # a short run that has converged is no fault
 OVERFLOW_SHARE = 0.1
 MIN_OVERFLOW_STEPS = 50
 
@@ -112,7 +112,9 @@ def _find_early_jump(facts: RunFacts, losses: Sequence[float]) -> list[Evidence]
     if facts.steps[0].step != 1 or min(losses) <= 0 or early < EARLY_FACTOR * first:
         return []
     # The first loss may be small by chance, if the losses of single steps differ by orders of magnitude.
-    noise = _noise([math.log(loss) for loss in losses[: len(losses) // 3]])
+    logs = [math.log(loss) for loss in losses[1 : len(losses) // 3]]
+    # The mean of |a - b| of normal values is 1.128 standard deviations; that of rare low values is larger.
+    noise = statistics.fmean(abs(b - a) for a, b in itertools.pairwise(logs)) / 1.128
     if math.log(early / first) < EARLY_DEVIATIONS * noise:
         return []
     back = next((k for k in range(EARLY_STEPS, len(losses)) if losses[k] <= first), len(losses))

@@ -32,6 +32,8 @@ SAVE_SHARE = 0.15
 BEST_SAVE_SHARE = 0.25  # if only better metrics cause the saves: a short run improves at each evaluation
 BEST_SAVE_S = 0.2
 GOOD_SAVE_SHARE = 0.02
+BEST_SAVE_CONTENTION = 0.25  # of the time, in which a rank waits for a core
+WRITTEN_SHARE, GOOD_WRITTEN_SHARE = 0.6, 0.1  # of the time, in which a checkpoint is being written
 MIN_COMPARED = 5  # steps while a checkpoint is written, and other steps
 MIN_SLOWED = 0.25  # of a step, by which it is longer while a checkpoint is written; less may be noise
 
@@ -176,10 +178,14 @@ def check_checkpoints(facts: RunFacts) -> Outcome:
     share = min(1.0, lost_s / facts.run_s) if facts.run_s else 0.0
     every = facts.spec.save.every if facts.spec is not None else None
     each_s = statistics.median(event.blocked_s for event in saves) + slowed_s / len(saves)
+    if every is not None and share < SAVE_SHARE:
+        return _find_steady_writing(facts, saves, share)
     if share < (BEST_SAVE_SHARE if every is None else SAVE_SHARE) or lost_s < MIN_SAVE_S:
         return []
     if every is None and each_s < BEST_SAVE_S:
         return []  # a short run of a small model
+    if every is None and (measure_contention(facts) or 0.0) > BEST_SAVE_CONTENTION:
+        return Missing("other programs used the cores that write checkpoints")
     step_s = max(statistics.median(point.step_s for point in facts.steps), 1e-6)
     wanted = _round_up(each_s * (1 - GOOD_SAVE_SHARE) / (GOOD_SAVE_SHARE * step_s))
     speed = statistics.median(event.bytes / max(event.seconds, 1e-6) for event in saves) / 1e6
@@ -196,6 +202,27 @@ def check_checkpoints(facts: RunFacts) -> Outcome:
     )
     values = {"blocked_s": blocked_s / len(saves), "slowed_s": slowed_s / len(saves), "saves": len(saves)}
     return [Evidence(sentence, values | {"MBps": speed, "share": share}, share, fix)]
+
+
+def _find_steady_writing(facts: RunFacts, saves: Sequence[Saved], share: float) -> list[Evidence]:
+    """Return a finding if nearly always a checkpoint is being written by the cores that compute.
+
+    Then there are too few other steps to compare those with that it slows down."""
+    each_s = statistics.median(event.seconds for event in saves)
+    written = sum(event.seconds for event in saves) / max(facts.run_s, 1e-9)
+    if not facts.is_cpu or written < WRITTEN_SHARE or each_s < MIN_SAVE_S:
+        return []
+    every = facts.request.save.every or 1
+    wanted = _round_up(every * written / GOOD_WRITTEN_SHARE)
+    return [
+        Evidence(
+            f"a checkpoint is written for {min(1.0, written):.0%} of the time, by the cores that compute: "
+            f"{len(saves)} took {format_seconds(each_s)} each",
+            {"saves": len(saves), "written_s": each_s, "written_share": written, "share": share},
+            share,
+            f"{facts.again} --save-every {wanted}",
+        )
+    ]
 
 
 def _measure_slowed_s(points: Sequence[StepPoint], saves: Sequence[Saved]) -> float:

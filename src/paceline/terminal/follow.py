@@ -44,7 +44,8 @@ def follow(runs: RunList) -> int:
 
 def follow_run(run: RunFolder, write: Write) -> int:
     """Print the events of a run from now on until it ends. Return 1 if it failed or was interrupted."""
-    reader = events.EventReader(run.events, events.end(run.events))
+    with events.readable(run.events):
+        reader = events.EventReader(run.events, events.end(run.events))
     summary = glance(run).summary
     if summary.started is not None:
         write(format_headline(summary.started))
