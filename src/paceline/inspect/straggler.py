@@ -78,10 +78,11 @@ def find_straggler(facts: RunFacts) -> Straggler | Missing | None:
         return found
     if len(facts.profiled) >= MIN_PROFILES:
         return None
-    return Missing(
-        f"it needs {MIN_STEPS} steps after the first with heartbeats of all ranks, and {MIN_PROFILES} "
-        f"profiles (--profile) under {facts.start.plan}, whose forward pass waits for other ranks"
-    )
+    needed = f"it needs {MIN_STEPS} steps after the first with heartbeats of all ranks"
+    if not _has_own_forward(facts.plan):
+        needed += f", and {MIN_PROFILES} profiles (--profile): under {facts.start.plan}, the forward pass "
+        needed += "waits for other ranks"
+    return Missing(needed)
 
 
 def _find_by_profiles(facts: RunFacts) -> Straggler | None:
