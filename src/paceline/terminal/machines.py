@@ -7,7 +7,7 @@ from typing import Any
 from rich.text import Text
 
 from paceline.doctor.heartbeat import BACKWARD, DATA, FORWARD, OWN_CODE, REPORT, UPDATE
-from paceline.inspect.rank_rules import SLOW_RATIO, SLOW_S, SLOW_SHARE
+from paceline.inspect.straggler import SLOW_RATIO, SLOW_S, SLOW_SHARE
 from paceline.terminal.braille import draw_curve
 from paceline.terminal.text import Lines, beside, fit, plain, shorten, style_plot, table, title
 from paceline.units import format_bytes, format_seconds
