@@ -6,6 +6,7 @@ import { CurvePanels } from "./curves";
 import { h, show } from "./dom";
 import { age, clock, count, date, energy, money, number, percent, short } from "./format";
 import { ComparePanels } from "./compare";
+import { FiguresPanel } from "./figures";
 import { FindingsPanel } from "./findings";
 import { MachinePanels } from "./machine";
 import { RankMapPanel } from "./map";
@@ -35,6 +36,7 @@ class Page {
   private readonly map = new RankMapPanel(this.store, (path, query) => this.link(path, query), (map) => this.go({ map }));
   private readonly compare = new ComparePanels(this.store);
   private readonly pipeline = new PipelinePanel(this.store);
+  private readonly figures = new FiguresPanel(this.store, (path, query) => this.link(path, query));
   private stream: EventSource | null = null;
   private isConnected = true;
   private run = "";
@@ -118,13 +120,14 @@ class Page {
     this.isFrameDue = false;
     const changed = this.changed;
     this.changed = new Set();
-    if (isAll || changed.has("curves") || changed.has("gone") || changed.has("machine") || changed.has("comparison") || changed.has("pipeline")) this.layOut();
+    if (isAll || changed.has("curves") || changed.has("gone") || changed.has("machine") || changed.has("comparison") || changed.has("pipeline") || changed.has("figures")) this.layOut();
     if (isAll || [...changed].some((name) => /^(curve|other|comparison)/.test(name))) this.curves.update();
     if (isAll || changed.has("parts") || changed.has("curves")) this.parts.update();
     if (isAll || changed.has("findings") || changed.has("gone")) this.findings.update();
     if (isAll || [...changed].some((name) => name.startsWith("machine"))) this.machine.update();
     if (isAll || changed.has("comparison") || changed.has("header") || changed.has("origin")) this.compare.update();
     if (isAll || changed.has("pipeline")) this.pipeline.update();
+    if (isAll || changed.has("figures")) this.figures.update();
     if (isAll || changed.has("map")) this.map.update();
     if (isAll || changed.has("log")) this.showLog();
     if (isAll || changed.has("runs")) this.showRuns();
@@ -145,7 +148,9 @@ class Page {
       wanted.push(this.controls);
       if (this.store.panels.curves) {
         if (this.compare.isComparing) place(this.compare.comparison);
-        place(this.findings.panel, ...(first ? [first, this.parts.step] : []), this.parts.history, this.parts.memory, ...others, this.map.panel);
+        place(this.findings.panel, ...(first ? [first, this.parts.step] : []), this.parts.history, this.parts.memory, ...others);
+        if (this.figures.isShown) place(this.figures.panel);
+        place(this.map.panel);
         wanted.push(this.machineControls);
         place(...this.machine.panels());
         if (this.pipeline.isShown) place(this.pipeline.panel);

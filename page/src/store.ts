@@ -105,6 +105,13 @@ export interface Pipeline {
   span_us?: number;
 }
 
+/** id: of its address. steps: of its images, in their order. */
+export interface Figure {
+  id: string;
+  name: string;
+  steps: number[];
+}
+
 export interface Machine {
   nodes: string[];
   node: number;
@@ -145,6 +152,7 @@ export interface Comparison {
 
 export interface Panels {
   pipeline?: Pipeline | null;
+  figures?: { figures: Figure[] } | null;
   origin?: Origin;
   comparison?: Comparison;
   machine?: Machine;

@@ -1,5 +1,6 @@
 """Who may read the page of `paceline watch`. Requests are written byte by byte; the server is the command."""
 
+import base64
 import json
 import os
 import stat
@@ -14,6 +15,10 @@ from pages import read_blocks
 from run_lines import folder, started
 from watching import watch, why_not_built
 
+# An image of one pixel, which another program wrote.
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 pytestmark = pytest.mark.skipif(why_not_built() is not None, reason=str(why_not_built()))
 
 
@@ -26,6 +31,12 @@ def server(tmp_path_factory):
     (run.ranks / "0.log").write_text("hello from rank 0\n\x1b[31mred")
     (run.ranks / "1.log").symlink_to("/etc/passwd")
     (run.path / "0.log").write_text("outside")
+    (run.figures / "errors").mkdir(parents=True)
+    (run.figures / "errors/step_000000005.png").write_bytes(PNG)
+    (run.figures / "errors/step_000000006.png").write_text("<svg><script>alert(1)</script></svg>")
+    (run.path / "outside.png").write_bytes(PNG)
+    (run.figures / "errors/step_000000007.png").symlink_to(run.path / "outside.png")
+    (run.figures / "linked").symlink_to(run.figures / "errors")
     with watch(at / "runs", at=at) as watching:
         yield watching
 
@@ -126,6 +137,24 @@ def test_rank_without_files_is_not_an_error(server):
         answer = server.ask(f"{target}?run={run_id(server)}&rank=7")
         assert answer.status == 200
         assert f"rank 7 has {what} in " in answer.text
+
+
+def test_figure_is_served_by_its_identifier_only(server):
+    """A link, and a file that is not PNG, are not served; the answer has no other type than PNG."""
+    run = run_id(server)
+    [figure] = next(server.messages(run=run))["panels"]["figures"]["figures"]
+    assert (figure["name"], figure["steps"]) == ("errors", [5, 6, 7])
+    assert "errors" not in figure["id"]
+    good = server.ask(f"figure?run={run}&figure={figure['id']}&step=5")
+    assert (good.status, good.headers["content-type"], good.body) == (200, "image/png", PNG)
+    for step in (6, 7, 8):
+        answer = server.ask(f"figure?run={run}&figure={figure['id']}&step={step}")
+        assert (answer.status, answer.body) == (204, b"")
+    for name in ("errors", "linked", "../errors", ""):
+        assert server.ask(f"figure?run={run}&figure={name}&step=5").status == 404
+    for step in ("", "-1", "5.0", "../5", "x"):
+        assert server.ask(f"figure?run={run}&figure={figure['id']}&step={step}").status == 404
+    assert server.ask(f"figure?run=x&figure={figure['id']}&step=5").status == 404
 
 
 def test_browser_that_asks_for_an_icon_gets_no_error(server):

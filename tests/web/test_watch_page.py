@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from browser import start_browser
 from paceline import spec as specs
+from paceline.plotting.png import encode_png
 from paceline.run import RunFolder
 from paceline.spec import Launch, Optimizer, Spec
 from run_lines import folder, started, step
@@ -385,6 +387,44 @@ def test_traced_pipeline_is_shown_over_its_ideal_schedule(runs, server, browser)
     rows = read_table(browser, "Pipeline")
     assert ["1", "backward", "1", "4", "5"] in rows
     assert len(rows) == 1 + 8
+    shutil.rmtree(run.path)
+
+
+def test_figures_of_the_task_are_shown_by_step(runs, server, browser):
+    run = folder(runs / "drawn", build_lines(5))
+
+    def draw(name: str, step: int, width: int) -> None:
+        (run.figures / name).mkdir(parents=True, exist_ok=True)
+        pixels = np.full((20, width, 3), 200, np.uint8)
+        (run.figures / name / f"step_{step:09}.png").write_bytes(encode_png(pixels))
+
+    draw("errors", 5, 30)
+    draw("errors", 10, 40)
+    draw("first filters", 5, 300)
+    (run.figures / "empty").mkdir()
+    (run.figures / "errors/notes.txt").write_text("no image")
+    open_run(browser, server, "drawn")
+    images = f"[...({panel('Figures')}?.querySelectorAll('figure') ?? [])]"
+    drawn = f"{images}.map(e => [e.innerText.trim(), e.firstChild.naturalWidth])"
+    wait(browser, drawn, [["errors, step 10", 40], ["first filters, step 5", 300]].__eq__)
+    assert "step 10, the last; 2 steps" in browser.run(f"{panel('Figures')}.innerText")
+    assert browser.run(f"{images}.map(e => e.firstChild.width)") == [160, 300], "a small one is enlarged"
+    slider = f"{panel('Figures')}.querySelector('input')"
+    browser.run(f"{slider}.value = '0'; {slider}.dispatchEvent(new Event('input'))")
+    wait(browser, drawn, [["errors, step 5", 30], ["first filters, step 5", 300]].__eq__)
+    assert browser.run(f"{slider}.getAttribute('aria-valuetext')") == "step 5"
+    draw("errors", 15, 50)
+    wait(browser, f"{panel('Figures')}.innerText", lambda text: "step 5; 3 steps" in str(text))
+    browser.run(f"{slider}.value = '2'; {slider}.dispatchEvent(new Event('input'))")
+    draw("errors", 20, 60)
+    wait(browser, drawn, [["errors, step 20", 60], ["first filters, step 5", 300]].__eq__)
+    assert {address.split("/")[2] for address in browser.requests} == {server.host}
+    assert browser.errors == []
+    (run.figures / "errors/step_000000025.png").write_text("<svg onload=alert(1)>")
+    wait(browser, f"{panel('Figures')}.innerText", lambda text: "is not a PNG image" in str(text))
+    assert browser.errors == []
+    open_run(browser, server, "first")
+    assert not browser.run(f"!!{panel('Figures')}")
     shutil.rmtree(run.path)
 
 

@@ -22,6 +22,7 @@ from paceline.web.access import METRICS, Access, App, Guard
 from paceline.web.curves import Selection, find_curve, to_columns
 from paceline.web.delta import SentState
 from paceline.web.exposition import OPEN_METRICS, PROMETHEUS
+from paceline.web.figures import read_figure
 from paceline.web.metrics import MetricsCollector
 from paceline.web.panels import build, build_comparison
 from paceline.web.ranks import read_log, read_rank
@@ -49,6 +50,7 @@ def build_app(runs: RunList, access: Access, is_closing: Callable[[], bool] = la
         Route("/curve.csv", server.curve_as_csv),
         Route("/rank", server.rank),
         Route("/log", server.log),
+        Route("/figure", server.figure),
     ]
     if access.metrics_token is not None:
         routes.append(Route(METRICS, _serve_metrics(MetricsCollector(runs))))
@@ -213,6 +215,13 @@ class PageServer:
     async def log(self, request: Request) -> Response:
         """Answer with the end of the output of a rank."""
         return PlainTextResponse(await asyncio.to_thread(self._read_of_rank, request, read_log))
+
+    async def figure(self, request: Request) -> Response:
+        """Answer with an image of `Task.figures`, or with nothing if its file was deleted meanwhile."""
+        query = request.query_params
+        watched = await asyncio.to_thread(self._runs.watch, query.get("run", ""))
+        png = await asyncio.to_thread(read_figure, watched, query.get("figure", ""), query.get("step", ""))
+        return Response(png, media_type="image/png") if png is not None else Response(status_code=204)
 
     async def rank(self, request: Request) -> Response:
         """Answer with the state of a rank."""

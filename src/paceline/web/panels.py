@@ -12,6 +12,7 @@ from paceline.report.run_view import RunView
 from paceline.report.text import format_event
 from paceline.units import without_controls
 from paceline.web.curves import MAX_CURVES, Selection, build_tables, list_names, round_to
+from paceline.web.figures import build_figures
 from paceline.web.machine import build_machine, build_map
 from paceline.web.prediction import read_prediction
 from paceline.web.preview import PREVIEW, build_preview
@@ -60,6 +61,7 @@ def build(run: WatchedRun, selection: Selection) -> tuple[Panels, Tables]:
         tables |= of_machine | of_map
         panels["findings"] = run.findings.panel
         panels["pipeline"] = run.pipeline.panel
+        panels["figures"] = build_figures(run)
         panels["origin"] = build_origin(run)
         problems = view.problems if has_curves else [PREVIEW]
         panels["problems"] = [without_controls(text) for text in problems]

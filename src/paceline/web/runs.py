@@ -13,6 +13,7 @@ from typing import Any
 from paceline import events
 from paceline.errors import Error, RunError
 from paceline.events import Started
+from paceline.report.figure_files import list_folders
 from paceline.report.run_state import describe_run
 from paceline.report.run_view import CurveReader, RunView, glance
 from paceline.report.summary import Summary
@@ -145,6 +146,7 @@ class WatchedRun:
         self.findings = BackgroundPanel(lambda: findings.compute_findings(folder), findings.EVERY_S)
         self.pipeline = BackgroundPanel(self._compute_pipeline, pipeline.EVERY_S)
         self.origin: tuple[Signature, dict[str, Any]] | None = None  # a panel, and of which files it is
+        self.figures: tuple[Signature, dict[str, Any] | None] | None = None  # the same
         self._signature = UNREAD
         self.was_built = False  # then long computations may begin
         self._reading: threading.Thread | None = None  # the curves of a long run
@@ -202,7 +204,8 @@ class WatchedRun:
         is_locked = False
         with contextlib.suppress(RunError):
             is_locked = self.folder.is_locked()
-        signature = sign(self.folder.events, self.folder.spec, self.folder.profile, *self._find_samples())
+        files = (self.folder.events, self.folder.spec, self.folder.profile)
+        signature = sign(*files, *self._find_samples(), *list_folders(self.folder))
         if self.was_built:  # the first page does not wait for these
             self.findings.poll((signature, is_locked))
             self.pipeline.poll((sign(*pipeline.find_traces(self.folder)), len(self.view.log.starts)))

@@ -1,21 +1,17 @@
 """The images of `Task.figures` in a report: the last one of each name, within the page."""
 
 import base64
-import re
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from paceline.files import open_regular
 from paceline.inspect.report.run_record import Record
-from paceline.plotting.png import SIGNATURE
+from paceline.report.figure_files import list_figures, read_png
 from paceline.run import RunFolder
-from paceline.units import without_controls
 
 MAX_IMAGES = 12  # of a run
 MAX_BYTES = 2**17  # of an image
 MAX_ALL_BYTES = 600_000  # of all images of a report
-FILE = re.compile(r"step_(\d{1,12})\.png", re.ASCII)
 
 
 class RunImage(NamedTuple):
@@ -26,23 +22,12 @@ class RunImage(NamedTuple):
 
 def read_images(run: RunFolder) -> list[RunImage]:
     """Return the last image of each name. Links, other files and large images are left out."""
-    found: list[RunImage] = []
-    try:
-        folders = sorted(path for path in run.figures.iterdir() if path.is_dir() and not path.is_symlink())
-    except OSError:
-        return []
-    for folder in folders[:MAX_IMAGES]:
-        try:
-            steps = {int(match[1]): path for path in folder.iterdir() if (match := FILE.fullmatch(path.name))}
-            if not steps or steps[last := max(steps)].is_symlink():
-                continue
-            with open_regular(steps[last]) as file:
-                png = file.read(MAX_BYTES + 1)
-        except OSError:
-            continue
-        if len(png) <= MAX_BYTES and png.startswith(SIGNATURE):
-            name = without_controls(folder.name.encode(errors="replace").decode())
-            found.append(RunImage(name, last, png))
+    found = []
+    for figure in list_figures(run)[:MAX_IMAGES]:
+        step, path = [*figure.steps.items()][-1]
+        png = read_png(path, MAX_BYTES)
+        if png is not None:
+            found.append(RunImage(figure.name, step, png))
     return found
 
 
