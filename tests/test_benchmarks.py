@@ -42,10 +42,11 @@ SMALLEST = {
     "steps": "--rounds 2 --tries 1",
     "storage": "--rounds 2",
     "tensor": "--rounds 2",
-    "traces": "--rounds 1 --steps 20",
+    "traces": "--rounds 1 --samples 2",
     "tune_kills": "--kills 1 --trials 2",
     "tune_pool": "--trials 2 --ranks 2 --loop 1 --epochs 0.1",
     "tune_tables": "--samplers random,tpe --trials 4 --seeds 2",
+    "watched": "--pairs 2 --block-s 0.5",
     "works": "--ranks 2 --steps 2 --models uneven",
 }
 NEEDS = {"storage": "fio"}

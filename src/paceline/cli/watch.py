@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ import typer
 from paceline.cli.plan_options import Price
 
 METRICS = "Metrics for Prometheus"
+NICENESS = 10  # a training on the same machine has precedence
 
 
 def watch(
@@ -120,6 +122,7 @@ def watch(
     from paceline.web.runs import RunList
     from paceline.web.textfile import write_regularly
 
+    os.nice(NICENESS)
     access, run_list = Access(), RunList(path, price)
     run_list.prefetch()
     if metrics:
@@ -162,6 +165,7 @@ def _watch_in_terminal(runs: str, price: float | None, serving: list[str]) -> No
         raise RunError(f"no such folder: {path}; specify the folder of a run, or one that contains runs")
     if not follow.is_screen():
         raise typer.Exit(follow.follow(RunList(path, price)))
+    os.nice(NICENESS)
     try:
         from paceline.terminal import app
     except ModuleNotFoundError as error:
