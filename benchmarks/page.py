@@ -92,10 +92,8 @@ def serve(runs: Path, cache: Path) -> Iterator[Client]:
 
 def open_page(browser: Browser, client: Client, condition: str, fragment: str = "") -> float:
     """Return the seconds from opening the page until it has drawn a frame after a condition holds."""
-    name, value = client.cookie.split("=", 1)
     address = f"http://{client.host}{client.path}"
-    browser.call("Network.setCookie", name=name, value=value, url=address, path=client.path)
-    browser.call("Page.navigate", url="about:blank")
+    browser.log_in(address, client.cookie, client.path)
     start = time.time()
     browser.open(address + fragment)
     return wait_until_drawn(browser, condition) - start
@@ -127,7 +125,7 @@ def measure_run(folder: Path, run: Path, steps: int, events: int) -> None:
     """Print how long the first paint of the run takes, and then a new event; and the memory of the server."""
     has_curve = f"{LOSS}?.innerText.includes('now')"
     has_all = f"{has_curve} && !document.querySelector('[role=status]').innerText.includes('being read')"
-    with start_browser(folder / "profile") as browser:
+    with start_browser() as browser:
         for what in ("first paint, read for the first time", "first paint, the server was started again"):
             with serve(run, folder / "cache") as client:
                 began = time.time()
@@ -151,7 +149,7 @@ def measure_list(folder: Path, run: Path, count: int) -> None:
         (runs / str(number)).mkdir()
         shutil.copy(run / "spec.toml", runs / str(number))
         (runs / str(number) / "events.jsonl").write_text("".join(small))
-    with serve(runs, folder / "cache-many") as client, start_browser(folder / "profile-many") as browser:
+    with serve(runs, folder / "cache-many") as client, start_browser() as browser:
         has_list = f"document.querySelectorAll('tbody tr').length == {count}"
         print(f"{f'list of {count} runs':46} {open_page(browser, client, has_list):8.2f} s")
         stream = client.messages()

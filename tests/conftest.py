@@ -40,6 +40,8 @@ def _without_mpi(program: str) -> str | None:
 
 
 def _without_browser() -> str | None:
+    if importlib.util.find_spec("playwright") is None:
+        return "Playwright is not installed: make install"
     return None if find_chromium() else "Chromium is not installed: apt-get install chromium"
 
 

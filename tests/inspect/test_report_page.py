@@ -23,8 +23,8 @@ pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with start_browser(tmp_path_factory.mktemp("browser") / "profile") as found:
+def browser():
+    with start_browser() as found:
         yield found
 
 
@@ -144,10 +144,7 @@ def test_controls_change_the_curves(browser, tmp_path):
     browser.run("document.querySelector('svg.live').scrollIntoView()")
     box = browser.run("(() => {const box = document.querySelector('svg.live').getBoundingClientRect();"
                       "return [box.x, box.y, box.width, box.height]})()")  # fmt: skip
-    moves = (("mousePressed", 0.4), ("mouseMoved", 0.5), ("mouseMoved", 0.6), ("mouseReleased", 0.6))
-    for kind, at in moves:
-        mouse = {"x": box[0] + at * box[2], "y": box[1] + 0.5 * box[3], "button": "left", "clickCount": 1}
-        browser.call("Input.dispatchMouseEvent", type=kind, **mouse, buttons=1)
+    browser.drag([(box[0] + share * box[2], box[1] + 0.5 * box[3]) for share in (0.4, 0.5, 0.6)])
     browser.draw()
     assert browser.run("document.querySelector('.tip').textContent").startswith("step ")
     assert browser.run(PATHS) != whole, "it is zoomed"

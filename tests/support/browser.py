@@ -1,17 +1,24 @@
-"""A headless Chromium without a network, controlled over pipes by the DevTools protocol."""
+"""A headless Chromium without a network, driven by Playwright."""
 
 import contextlib
 import functools
-import itertools
-import json
-import os
 import shutil
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from playwright.sync_api import ConsoleMessage, Page, Request
 
 TIMEOUT_MS = 60_000
+# It resolves no host name and uses no proxy; tests run as root.
+ARGUMENTS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    "--proxy-server=http://127.0.0.1:9",
+)
 
 
 @functools.cache
@@ -22,62 +29,34 @@ def find_chromium() -> str | None:
 class Browser:
     """One tab. `requests` are the addresses that pages asked for; `errors` what their console reported."""
 
-    def __init__(self, to: int, back: int):
-        self._to, self._back = to, os.fdopen(back, "rb")
-        self._numbers = itertools.count(1)
-        self._rest = b""
+    def __init__(self, page: "Page"):
+        self.page = page
         self.requests: list[str] = []
         self.errors: list[str] = []
-        self._loaded = False
-        target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Network", "Log"):
-            self.call(f"{domain}.enable")
+        page.on("request", self._add_request)
+        page.on("console", self._add_message)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
 
-    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        return self._call(method, self._session, **parameters)
+    def _add_request(self, request: "Request") -> None:
+        self.requests.append(request.url)
 
-    def _call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        number = next(self._numbers)
-        message = {"id": number, "method": method, "params": parameters}
-        os.write(self._to, json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0")
-        while True:
-            answer = self._read()
-            if answer.get("id") == number:
-                assert "error" not in answer, answer
-                return answer["result"]
+    def _add_message(self, message: "ConsoleMessage") -> None:
+        if message.type == "error":
+            self.errors.append(f"{message.text} {message.location['url']}")
 
-    def _read(self) -> dict[str, Any]:
-        while b"\0" not in self._rest:
-            piece = os.read(self._back.fileno(), 2**20)
-            assert piece, "Chromium has ended"
-            self._rest += piece
-        text, _, self._rest = self._rest.partition(b"\0")
-        message = json.loads(text)
-        parameters = message.get("params", {})
-        match message.get("method"):
-            case "Network.requestWillBeSent":
-                self.requests.append(parameters["request"]["url"])
-            case "Runtime.exceptionThrown":
-                details = parameters["exceptionDetails"]
-                self.errors.append(details.get("exception", {}).get("description", details["text"]))
-            case "Log.entryAdded" if parameters["entry"]["level"] == "error":
-                entry = parameters["entry"]
-                self.errors.append(" ".join(filter(None, (entry["text"], entry.get("url")))))
-            case "Page.loadEventFired":
-                self._loaded = True
-        return message
+    def log_in(self, address: str, cookie: str, path: str) -> None:
+        """Store the cookie NAME=VALUE, which belongs to a path."""
+        name, value = cookie.split("=", 1)
+        host = address.split("/")[2].partition(":")[0]
+        self.page.context.add_cookies([{"name": name, "value": value, "domain": host, "path": path}])
 
     def open(self, page: Path | str, width: int = 1200, is_dark: bool = False) -> None:
         """Open a file or an address and wait until it has drawn."""
-        self.requests, self.errors, self._loaded = [], [], False
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        self.call("Emulation.setDeviceMetricsOverride", **size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=page if isinstance(page, str) else page.absolute().as_uri())
-        while not self._loaded:
-            self._read()
+        self.page.goto("about:blank")  # another fragment of the same address would not load it again
+        self.requests, self.errors = [], []
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme="dark" if is_dark else "light")
+        self.page.goto(page if isinstance(page, str) else page.absolute().as_uri())
         self.draw()
 
     def draw(self) -> None:
@@ -87,55 +66,26 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """Return the value of an expression in the page."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        return self.page.evaluate(script)
+
+    def drag(self, points: Sequence[tuple[float, float]]) -> None:
+        """Press the mouse at the first point, move it to the others, and release it."""
+        mouse = self.page.mouse
+        mouse.move(*points[0])
+        mouse.down()
+        for point in points[1:]:
+            mouse.move(*point)
+        mouse.up()
 
 
 @contextlib.contextmanager
-def start_browser(folder: Path) -> Iterator[Browser]:
-    """Yield a browser whose profile is in `folder`. It resolves no host name and uses no proxy."""
-    program = find_chromium()
-    assert program is not None
-    from_us, to_us = os.pipe(), os.pipe()
+def start_browser() -> Iterator[Browser]:
+    """Yield a browser with a new profile."""
+    from playwright.sync_api import sync_playwright
 
-    def place() -> None:  # Chromium reads from descriptor 3 and writes to 4
-        read, write = os.dup(from_us[0]), os.dup(to_us[1])
-        os.dup2(read, 3)
-        os.dup2(write, 4)
-
-    process = subprocess.Popen(
-        [
-            program,
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--no-first-run",
-            "--remote-debugging-pipe",
-            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-            "--proxy-server=http://127.0.0.1:9",
-            f"--user-data-dir={folder}",
-        ],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        close_fds=False,
-        preexec_fn=place,
-        start_new_session=True,
-    )
-    os.close(from_us[0])
-    os.close(to_us[1])
-    browser = Browser(from_us[1], to_us[0])
-    try:
-        yield browser
-    finally:
-        with contextlib.suppress(OSError):
-            os.write(browser._to, b'{"id": 0, "method": "Browser.close"}\0')
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
-        os.close(browser._to)
-        browser._back.close()
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=find_chromium(), args=ARGUMENTS)
+        page = chromium.new_page()
+        page.set_default_timeout(TIMEOUT_MS)
+        yield Browser(page)
+        chromium.close()

@@ -1,6 +1,5 @@
 """The page of `paceline watch` in a headless Chromium that reaches nothing but this machine."""
 
-import contextlib
 import gzip
 import json
 import random
@@ -104,8 +103,8 @@ def server(runs, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with start_browser(tmp_path_factory.mktemp("profile")) as opened:
+def browser():
+    with start_browser() as opened:
         yield opened
 
 
@@ -121,9 +120,8 @@ def wait(browser, script: str, holds: Callable[[object], bool] = bool) -> object
 
 
 def open_page(browser, server, **options) -> None:
-    name, value = server.cookie.split("=", 1)
     address = f"http://{server.host}{server.path}"
-    browser.call("Network.setCookie", name=name, value=value, url=address, path=server.path)
+    browser.log_in(address, server.cookie, server.path)
     browser.open(address, **options)
     wait(browser, "document.body?.dataset.ready")
 
@@ -153,18 +151,13 @@ def read_table(browser, title: str) -> list[list[str]]:
 
 
 def test_printed_address_opens_the_page(server, browser):
-    browser.call("Network.clearBrowserCookies")
-    browser.call("Page.navigate", url=server.url)
-    deadline = time.monotonic() + 60
-    ready = "document.body?.dataset.ready"
-    while True:
-        with contextlib.suppress(AssertionError):  # the page is being replaced
-            if browser.run(ready):
-                break
-        assert time.monotonic() < deadline
+    browser.page.context.clear_cookies()
+    browser.page.goto(server.url)
+    browser.page.wait_for_url(f"http://{server.host}{server.path}")
+    browser.page.wait_for_selector("body[data-ready]")
     assert browser.run("location.pathname") == server.path
     assert server.token not in browser.run("location.href + document.cookie + document.referrer")
-    browser.call("Network.clearBrowserCookies")
+    browser.page.context.clear_cookies()
     browser.open(f"http://{server.host}{server.path}")
     assert browser.run("document.body.innerText") == "open the address that paceline watch printed"
 
@@ -238,14 +231,7 @@ def test_brush_zooms_all_curves_and_escape_shows_all(server, browser):
         "return [box.left, box.top, box.width, box.height]; })()"
     )
     y = box[1] + box[3] / 2
-    for kind, share in (
-        ("mousePressed", 0.25),
-        ("mouseMoved", 0.3),
-        ("mouseMoved", 0.5),
-        ("mouseReleased", 0.5),
-    ):
-        x = box[0] + share * box[2]
-        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
+    browser.drag([(box[0] + share * box[2], y) for share in (0.25, 0.3, 0.5)])
     wait(browser, "document.body.innerText.includes('show all')")
     for title in ("Loss", "Throughput"):
         rows = read_table(browser, title)[1:]
@@ -254,22 +240,22 @@ def test_brush_zooms_all_curves_and_escape_shows_all(server, browser):
             rows = read_table(browser, title)[1:]
         assert 10 < len(rows) < 20  # a quarter
         assert int(rows[0][0]) > 10
-    browser.call("Input.dispatchKeyEvent", type="keyDown", key="Escape", windowsVirtualKeyCode=27)
+    browser.page.keyboard.press("Escape")
     wait(browser, "!document.body.innerText.includes('show all')")
     assert len(read_table(browser, "Loss")) > 50
 
 
 def test_keyboard_changes_axis_run_and_list(server, browser):
     open_run(browser, server)
-    browser.call("Input.dispatchKeyEvent", type="keyDown", key="a")
+    browser.page.keyboard.press("a")
     wait(browser, "location.hash.includes('axis=samples')")
     wait(browser, "1", lambda _: read_table(browser, "Loss")[0][0] == "samples")
     assert read_table(browser, "Loss")[1][0] == "8"
     before = browser.run("location.hash")
-    browser.call("Input.dispatchKeyEvent", type="keyDown", key="k")
-    browser.call("Input.dispatchKeyEvent", type="keyDown", key="j")
+    browser.page.keyboard.press("k")
+    browser.page.keyboard.press("j")
     wait(browser, f"location.hash != {json.dumps(before)}")
-    browser.call("Input.dispatchKeyEvent", type="keyDown", key="r")
+    browser.page.keyboard.press("r")
     wait(browser, "document.querySelector('header').innerText.includes('2 runs')")
     assert browser.run("document.querySelectorAll('section canvas').length") == 0
 
@@ -294,9 +280,7 @@ def test_click_on_a_row_opens_the_rank(server, browser):
     browser.run(f"{canvas}.scrollIntoView({{block: 'center'}})")
     browser.draw()
     box = browser.run(f"(box => [box.left, box.top, box.width])({canvas}.getBoundingClientRect())")
-    position = {"x": box[0] + 0.6 * box[2], "y": box[1] + 27}  # the second row
-    for kind in ("mousePressed", "mouseReleased"):
-        browser.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **position)
+    browser.page.mouse.click(box[0] + 0.6 * box[2], box[1] + 27)  # the second row
     text = wait(browser, "document.querySelector('dialog')?.innerText")
     assert "backward after step 50" in text
     assert "output of rank 1" in text
@@ -304,7 +288,7 @@ def test_click_on_a_row_opens_the_rank(server, browser):
     assert ["forward", "250 ms"] in browser.run(
         "[...document.querySelectorAll('dialog tr')].map(row => [...row.cells].map(cell => cell.textContent))"
     )
-    browser.call("Input.dispatchKeyEvent", type="keyDown", key="Escape", windowsVirtualKeyCode=27)
+    browser.page.keyboard.press("Escape")
     wait(browser, "!document.querySelector('dialog')")
     assert browser.errors == []
 
