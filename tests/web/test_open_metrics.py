@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_old
 from command import paceline
 from metric_runs import PARTS, make_lines, step, write_run
 from paceline.monitor.last_sample import LastSample
-from paceline.web.exposition import MetricFamily, render
-from paceline.web.metrics import MetricsCollector
+from paceline.web.metrics.collector import MetricsCollector
+from paceline.web.metrics.exposition import MetricFamily, render
 from paceline.web.runs import RunList
 from run_lines import folder, started
 from watching import watch, why_not_built

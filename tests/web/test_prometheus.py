@@ -15,7 +15,7 @@ import pytest
 
 from command import paceline
 from metric_runs import SAMPLES, step, write_run
-from paceline.web.metrics import MetricsCollector
+from paceline.web.metrics.collector import MetricsCollector
 from paceline.web.runs import RunList
 from pages import read_blocks
 from watching import watch, why_not_built

@@ -85,7 +85,7 @@ def watch(
     if socket is not None and port:
         raise SpecError("--port and --socket contradict each other; give only one of them")
     if grafana:
-        from paceline.web.grafana import read_dashboard
+        from paceline.web.metrics.grafana import read_dashboard
 
         print(read_dashboard(), end="")
         return
@@ -116,17 +116,17 @@ def watch(
         raise LaunchError(
             f'paceline watch requires {error.name}, which is not installed; pip install "paceline[web]"'
         ) from None
-    from paceline.web import metrics_token
     from paceline.web.access import Access
-    from paceline.web.metrics import MetricsCollector
+    from paceline.web.metrics import token_file as token_files
+    from paceline.web.metrics.collector import MetricsCollector
+    from paceline.web.metrics.textfile import write_regularly
     from paceline.web.runs import RunList
-    from paceline.web.textfile import write_regularly
 
     os.nice(NICENESS)
     access, run_list = Access(), RunList(path, price)
     run_list.prefetch()
     if metrics:
-        token = metrics_token.read_or_create(token_file) if token_file is not None else access.token
+        token = token_files.read_or_create(token_file) if token_file is not None else access.token
         access = dataclasses.replace(access, metrics_token=token)
     with contextlib.ExitStack() as stack:
         if socket is not None:

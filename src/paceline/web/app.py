@@ -21,9 +21,9 @@ from paceline.run import RunFolder
 from paceline.web.access import METRICS, Access, App, Guard
 from paceline.web.curves import Selection, find_curve, to_columns
 from paceline.web.delta import SentState
-from paceline.web.exposition import OPEN_METRICS, PROMETHEUS
 from paceline.web.figures import read_figure
-from paceline.web.metrics import MetricsCollector
+from paceline.web.metrics.collector import MetricsCollector
+from paceline.web.metrics.exposition import OPEN_METRICS, PROMETHEUS
 from paceline.web.panels import build, build_comparison
 from paceline.web.ranks import read_log, read_rank
 from paceline.web.runs import RunList, WatchedRun

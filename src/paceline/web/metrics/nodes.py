@@ -9,8 +9,8 @@ from paceline.monitor.columns import COLUMNS, THROTTLE_REASONS, kind_of, number_
 from paceline.monitor.last_sample import LastSample
 from paceline.report.machine_samples import MAX_NODES
 from paceline.run import RunFolder
-from paceline.web.exposition import Labels
-from paceline.web.run_metrics import MetricSink, label
+from paceline.web.metrics.exposition import Labels
+from paceline.web.metrics.runs import MetricSink, label
 
 MAX_AGE_S = 300.0  # of a sample; then it says nothing about the present
 # By unit of a column: the unit of the metric, and the factor. OpenMetrics wants base units.

@@ -13,7 +13,7 @@ from paceline.report.event_log import MAX_METRICS
 from paceline.report.summary import Summary
 from paceline.run import RunFolder
 from paceline.units import without_controls
-from paceline.web.exposition import Labels, MetricFamily
+from paceline.web.metrics.exposition import Labels, MetricFamily
 from paceline.web.prediction import read_prediction
 
 STATES = ("running", "done", "stopped", "interrupted", "failed", "not started", "damaged")

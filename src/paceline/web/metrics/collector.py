@@ -6,10 +6,10 @@ from collections import Counter
 
 from paceline.errors import Error
 from paceline.version import __version__
-from paceline.web import node_metrics, run_metrics
-from paceline.web.exposition import MetricFamily, render
-from paceline.web.node_metrics import NodeFiles, add_nodes
-from paceline.web.run_metrics import STATES, EventTotals, MetricSink, add_run, label
+from paceline.web.metrics.exposition import MetricFamily, render
+from paceline.web.metrics.nodes import NodeFiles, add_nodes, describe_families
+from paceline.web.metrics.runs import FAMILIES as RUN_FAMILIES
+from paceline.web.metrics.runs import STATES, EventTotals, MetricSink, add_run, label
 from paceline.web.runs import ListedRun, RunList
 
 MAX_RUNS = 100  # with values of their own
@@ -21,8 +21,8 @@ FAMILIES = {
     "runs": ("gauge", "", "Number of runs in the folder, by state."),
     "omitted_values": ("gauge", "", "What this answer leaves out, by kind."),
     "unreadable_runs": ("gauge", "", "Runs whose files cannot be read."),
-    **run_metrics.FAMILIES,
-    **node_metrics.describe_families(),
+    **RUN_FAMILIES,
+    **describe_families(),
 }
 
 
