@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 SMALLEST = {
     "profiling": "--rounds 4",
     "collectives": "--rounds 2 --bytes 1024",
+    "convergence": "points.csv",
     "compute": "--rounds 2 --seconds 0.02 --size 128",
     "data": "--files 300 --images 60 --rounds 1 --skip-cold",
     "crowd": "--steps 3 --times 1",
@@ -70,6 +71,7 @@ def test_script_runs(script: str, tmp_path: Path) -> None:
         writer = csv.DictWriter(lines, ROW)
         writer.writeheader()
         writer.writerow(ROW)
+    (tmp_path / "points.csv").write_text("key,batch,mean\na,8,10\nb,64,12\nc,512,20\n")
     command = [sys.executable, str(FOLDER / f"{script}.py"), *SMALLEST[script].split()]
     done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=1100)
     assert done.returncode == 0, done.stdout + done.stderr
