@@ -37,7 +37,8 @@ The command line starts the processes: `paceline train mine.py:Mine --ranks 4 --
     SampleRng      random numbers that belong to the samples of a batch
     Spec, Plan     length, batch and optimizer; the layout over ranks
     Cluster        facts of the machines; World: which rank this process is; RunFolder: files of a run
-    Event          base of Started, Step, Noted, Profiled, Evaluated, Saved, Failed, Stalled, Ended
+    Event          base of Started, Step, Noted, Profiled, NoiseMeasured, Evaluated, Saved, Failed,
+                   Stalled, Ended
     Error          base of SpecError, TaskError, DataError, PlanError, ClusterError, LaunchError, RunError,
                    CheckpointError, DivergedError, RankError, BenchError
 """
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from paceline.events import Evaluated as Evaluated
     from paceline.events import Event as Event
     from paceline.events import Failed as Failed
+    from paceline.events import NoiseMeasured as NoiseMeasured
     from paceline.events import Noted as Noted
     from paceline.events import Profiled as Profiled
     from paceline.events import Saved as Saved
@@ -111,6 +113,7 @@ _PLACES = {
     "Failed": "events",
     "LaunchError": "errors",
     "Layout": "task",
+    "NoiseMeasured": "events",
     "Noted": "events",
     "Plan": "plan.plan",
     "PlanError": "errors",
@@ -158,6 +161,7 @@ __all__ = [
     "Failed",
     "LaunchError",
     "Layout",
+    "NoiseMeasured",
     "Noted",
     "Plan",
     "PlanError",

@@ -1,9 +1,9 @@
 """Events: what happened in a run, one JSON object per line. Observers of a run read nothing else.
 
-A line has `time` (seconds since the epoch), `event` (started, step, noted, profiled, evaluated, saved,
-failed, stalled or ended) and the fields of that event. Fast steps are written about ten times a second,
-several at once, so that other events may precede a step that ended earlier. A run that was interrupted and
-resumed repeats the steps after its last checkpoint: the later line counts.
+A line has `time` (seconds since the epoch), `event` (started, step, noted, profiled, noisemeasured,
+evaluated, saved, failed, stalled or ended) and the fields of that event. Fast steps are written about ten
+times a second, several at once, so that other events may precede a step that ended earlier. A run that was
+interrupted and resumed repeats the steps after its last checkpoint: the later line counts.
 """
 
 import contextlib
@@ -171,6 +171,24 @@ class Profiled(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoiseMeasured(Event):
+    """The gradient noise scale of the last measured steps, up to 50 of them.
+
+    step              the last measured step
+    noise_scale       in samples; None if the gradient is lost in its noise
+    error             relative standard error of noise_scale; None after one measurement
+    variance          trace of the covariance of the gradients of samples, in this step
+    squared_gradient  estimate of the squared norm of the true gradient in this step; may be negative
+    """
+
+    step: int
+    noise_scale: float | None
+    error: float | None
+    variance: float
+    squared_gradient: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     """An evaluation of the model on the validation split, and on those of `evaluate_splits`.
 
@@ -266,7 +284,7 @@ class Ended(Event):
 
 KINDS: dict[str, type[Event]] = {
     kind.__name__.lower(): kind
-    for kind in (Started, Step, Noted, Profiled, Evaluated, Saved, Failed, Stalled, Ended)
+    for kind in (Started, Step, Noted, Profiled, NoiseMeasured, Evaluated, Saved, Failed, Stalled, Ended)
 }
 
 ENCODER = json.JSONEncoder(allow_nan=False)

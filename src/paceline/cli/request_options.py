@@ -246,6 +246,14 @@ def build_request(
             rich_help_panel=RUN,
         ),
     ] = None,
+    noise_scale: Annotated[
+        int | None,
+        Option(
+            help="Number of steps between measurements of the gradient noise scale, the batch up to which "
+            "larger batches save steps [default: none]",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
     graph: Annotated[
         bool | None,
         Option(
@@ -326,6 +334,7 @@ def build_request(
         "nsys": nsys,
         "graph": graph,
         "histograms": histograms,
+        "noise_scale": noise_scale,
         "device": device,
         "restarts": restarts,
         "timeout_s": timeout,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.errors import Error
-from paceline.events import Ended, Evaluated, Event, Failed, Noted, Stalled, Started, Step
+from paceline.events import Ended, Evaluated, Event, Failed, NoiseMeasured, Noted, Stalled, Started, Step
 from paceline.output import open_append
 from paceline.report.hyperparameters import read_hyperparameters, read_request_text
 from paceline.report.run_view import view
@@ -221,7 +221,7 @@ def _write_scalars(run: RunFolder) -> Iterator[Show]:
         nonlocal writer, last, started_s
         if isinstance(event, Started):
             started_s = event.time
-        if not isinstance(event, (Step, Evaluated, Noted)) or (
+        if not isinstance(event, (Step, Evaluated, NoiseMeasured, Noted)) or (
             isinstance(event, Step) and event.time - last < SCALARS_S
         ):
             return
@@ -238,10 +238,11 @@ def _write_scalars(run: RunFolder) -> Iterator[Show]:
         if isinstance(event, Noted):
             writer.write_text("notes", event.message, event.step, event.time)
             return
+        values: dict[str, float | None]
         if isinstance(event, Evaluated):
-            values: dict[str, float | None] = {
-                build_tag(name): value for name, value in event.metrics.items()
-            }
+            values = {build_tag(name): value for name, value in event.metrics.items()}
+        elif isinstance(event, NoiseMeasured):
+            values = {"train/noise_scale": event.noise_scale}
         else:
             last = event.time
             values = {

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paceline.events import Ended, Evaluated, Event, Failed, Noted, Saved, Started, Step
+from paceline.events import Ended, Evaluated, Event, Failed, NoiseMeasured, Noted, Saved, Started, Step
 from paceline.report.history import History, TimeSpent, median
 
 WARM_UP_STEPS = 3  # of each start, excluded from rates: they allocate, connect and compile
@@ -32,6 +32,7 @@ class Summary:
     notes: tuple[str, ...] = ()  # during the training, each once
     device_s: float = 0.0  # wall time × ranks, of all starts
     losses: Mapping[str, float] = field(default_factory=dict)  # of the last step, by name
+    noise: NoiseMeasured | None = None  # the last one
     sampled: int | None = None  # number of steps read of a long run, which represent all; None: all were read
 
 
@@ -49,6 +50,7 @@ class SummaryBuilder:
         self._notes: dict[str, None] = {}  # in their order
         self._ended: Ended | None = None
         self._losses: Mapping[str, float] = {}
+        self._noise: NoiseMeasured | None = None
         self._wall_s = {"start": 0.0, "training": 0.0, "end": 0.0}
         self._device_s = 0.0
         self._until = 0.0  # time of the last progress
@@ -77,6 +79,8 @@ class SummaryBuilder:
             case Saved():
                 self._saved.append(event)
                 self._saving.add(event.step, event.blocked_s)
+            case NoiseMeasured():
+                self._noise = event
             case Noted() if len(self._notes) < MAX_EVENTS:
                 self._notes[event.message] = None
             case Failed():
@@ -125,6 +129,7 @@ class SummaryBuilder:
             device_s=self._device_s,
             notes=tuple(self._notes),
             losses=self._losses,
+            noise=self._noise,
             sampled=len(history.points) if history.is_thinned else None,
         )
 

@@ -9,6 +9,7 @@ from paceline.events import (
     Evaluated,
     Event,
     Failed,
+    NoiseMeasured,
     Noted,
     Profiled,
     Saved,
@@ -41,6 +42,8 @@ def format_event(event: Event, lr_group: str = "") -> str:
                 f"{name} {seconds / event.step_s:.0%}" for name, seconds in event.seconds.items() if seconds
             )
             return f"step {event.step}  profiled: {shares}"
+        case NoiseMeasured():
+            return f"step {event.step}  noise scale: {format_noise(event)}"
         case Evaluated():
             return f"step {event.step}  evaluated: {format_metrics(event.metrics)}"
         case Saved():
@@ -76,6 +79,14 @@ def format_start_times(started: Started) -> str:
     return f"start {format_seconds(sum(started.start_s.values()))}: {parts}"
 
 
+def format_noise(event: NoiseMeasured) -> str:
+    """Return the noise scale with its error, such as `312 ± 20 samples`."""
+    if event.noise_scale is None:
+        return "not measurable yet, the gradient is lost in its noise"
+    error = f" ± {event.error * event.noise_scale:,.3g}" if event.error is not None else ""
+    return f"{event.noise_scale:,.3g}{error} samples"
+
+
 def format_metrics(values: object) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in dict(values).items())  # type: ignore[call-overload]
 
@@ -90,6 +101,8 @@ def build_closing_table(summary: Summary) -> RenderableType:
         table.add_row("loss", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}{losses}")
     for name, value in summary.metrics.items():
         table.add_row(describe_metric(name), f"{value:.4f}")
+    if summary.noise is not None:
+        table.add_row("noise scale", f"{format_noise(summary.noise)} at step {summary.noise.step}")
     median = "median"
     if summary.sampled is not None:
         median += f" of {summary.sampled:,} evenly spaced steps"

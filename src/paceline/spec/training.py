@@ -112,6 +112,13 @@ class Spec(Value):
         description="steps between histograms of weights, gradients and activations, for TensorBoard"
         " [default: none]",
     )
+    noise_scale: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_INT,
+        description="steps between measurements of the gradient noise scale, each a second pass"
+        " [default: none]",
+    )
     graph: bool = Field(default=False, description="write the graph of the model for TensorBoard")
     nvtx: bool = Field(
         default=False,

@@ -51,6 +51,7 @@ from paceline.training.guard.replica_guard import ReplicaGuard
 from paceline.training.histograms.recorder import HistogramRecorder, check_histograms
 from paceline.training.initial_weights import check_initial_weights_once
 from paceline.training.model_analysis import analyze_model, build_meta_model
+from paceline.training.noise_scale import NoiseMeter
 from paceline.training.plateau import PlateauState, add_evaluation, check_plateau, plateau_metric
 from paceline.training.profiling.profiler import StepProfiler
 from paceline.training.rank_checks import check_ranks
@@ -293,6 +294,7 @@ class TrainingLoop:
         self.profiler.traced = self.tracer.steps
         self.histograms = HistogramRecorder(context, prepared, self.first)
         self.guard = ReplicaGuard(context, prepared, data, self.first)
+        self.noise = NoiseMeter(spec, context.plan, self.update, self.first)
 
     def events(self) -> Generator[Event]:
         """Train, and yield what happens."""
@@ -423,6 +425,7 @@ class TrainingLoop:
         )
         if self.plateau is not None:
             lr_factor *= self.plateau.factor
+        self.noise.measure(micro_batches, self.step)
         stats = self.update(micro_batches, self.step, lr_factor)
         for check in self.first_losses.pop(self.step, ()):
             check.finish()
@@ -540,6 +543,7 @@ class TrainingLoop:
         skips_overflows = skips_nan or self.update.loss_scale is not None
         for launched, metrics in steps:
             has_loss, has_norm = math.isfinite(metrics.loss), math.isfinite(metrics.grad_norm)
+            measured = self.noise.report(launched.step, metrics.grad_norm)
             self.skipped = self.skipped + 1 if skips_nan and not (has_loss and has_norm) else 0
             if 0 < self.skipped <= MAX_SKIPPED:
                 yield _describe_skipped(launched.step, metrics)
@@ -551,6 +555,8 @@ class TrainingLoop:
                 raise _diverged_error(launched.step, metrics, self.last_loss, self.context.run)
             self.last_loss = metrics.loss
             yield launched.event(metrics, self.spec.batch)
+            if measured is not None:
+                yield measured
 
     def _evaluate(self) -> Generator[Event, None, bool]:
         """Evaluate, or stop if any rank was asked to.

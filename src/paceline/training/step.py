@@ -106,6 +106,7 @@ class TrainingStep:
     clip_value: float | None = None  # largest element of the gradient
     agc: AdaptiveClipping | None = None
     skips_nan: bool = False  # whether an update is skipped if the gradient is not finite
+    signs: Sequence[float] | None = None  # factors of the losses of the micro-batches, to measure their noise
     name: str = ""  # of the update of `Task.updates`, if the task has any
     # Tasks of other updates by name, whose losses evaluations compute too.
     other_updates: Mapping[str, Task] = field(default_factory=dict)
@@ -258,7 +259,7 @@ class TrainingStep:
                 if self.on_loss is not None:
                     self.on_loss(index, loss)
                 self.on_phase(BACKWARD)
-                start = self._start_gradient(loss, whole)
+                start = self._start_gradient(loss, whole, index)
                 with self._backward_pass(index == len(batches) - 1, self.task.loss):
                     loss.backward(start)
             losses.append(loss.detach())
@@ -321,7 +322,7 @@ class TrainingStep:
         def differentiate(outputs: Sequence[object]) -> tuple[Tensor, list[Gradients]]:
             seed = derive_seed(self.seed, "global loss", step)
             return global_loss.differentiate(
-                outputs, batches, lambda loss: self._start_gradient(loss, 1.0), seed, checks=is_first
+                outputs, batches, lambda loss: self._start_gradient(loss, 1.0, 0), seed, checks=is_first
             )
 
         is_first, self.on_first_loss = self.on_first_loss is not None, None
@@ -376,7 +377,7 @@ class TrainingStep:
         local_samples, global_samples = self.share
         return items * global_samples / local_samples  # exact for all shares
 
-    def _start_gradient(self, loss: Tensor, whole: Tensor | float) -> Tensor:
+    def _start_gradient(self, loss: Tensor, whole: Tensor | float, microbatch: int) -> Tensor:
         """Return the gradient of the mean over `whole` items with respect to this rank's loss × items.
 
         Backward starts with it. Raises TaskError if there are no items.
@@ -388,6 +389,8 @@ class TrainingStep:
         start = self.data_ranks / whole  # torch's engines average over the data ranks
         if self.loss_scale is not None:
             start = start * self.loss_scale.scale
+        if self.signs is not None:
+            start = start * self.signs[microbatch]
         return start.to(loss.dtype) if isinstance(start, Tensor) else torch.full_like(loss, start)
 
     @torch.no_grad()

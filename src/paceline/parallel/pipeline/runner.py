@@ -203,7 +203,7 @@ class Pipeline:
         batches: Sequence[Batch],
         step: int,
         weight: GlobalWeight | None,
-        share_of: Callable[[Tensor, Tensor | float], Tensor],
+        share_of: Callable[[Tensor, Tensor | float, int], Tensor],
         examine: LossInspector | None,
         named: NamedLossSums,
         auxiliary: AuxiliaryLoss | None = None,
@@ -246,7 +246,7 @@ class Pipeline:
             losses.append(loss.detach())
             items.append(own_items)
             # torch.stack: torch's engine could not detach a view.
-            return torch.stack([loss * share_of(loss, whole[0])])
+            return torch.stack([loss * share_of(loss, whole[0], microbatch)])
 
         self._prepare_stages(forward, trace)
         index = torch.arange(len(batches))
