@@ -40,6 +40,7 @@ PANELS = {
         "plan": "Predict step time, memory and cost of plans, the fastest first.",
         "scale": "Predict how the step time scales with the number of ranks.",
         "comms": "Show bytes and calls of a training step by collective, mesh axis and module.",
+        "batch-size": "Find the batch from which a larger batch no longer pays.",
         "verify": "Check that a plan computes the same training as one process.",
     },
     "Data": {
@@ -80,7 +81,7 @@ PANELS = {
 COMMANDS = {name: sentence for commands in PANELS.values() for name, sentence in commands.items()}
 HIDDEN = tuple(PANELS["Internal"])  # commands that only Paceline starts
 # modules whose name differs from that of their command
-MODULES = {"bench": "bench.app"} | {name: f"internal.{name}" for name in HIDDEN}
+MODULES = {"bench": "bench.app", "batch-size": "batch_size"} | {name: f"internal.{name}" for name in HIDDEN}
 
 
 def _check_repeated_options(command: Any, context: Any, args: list[str]) -> None:
@@ -160,7 +161,7 @@ def load(name: str) -> Any:
             module.app.command(cls=_Command)(command)
         parent.add_typer(module.app, name=name, cls=_Group)
     else:
-        parent.command(name, hidden=name in HIDDEN, cls=_Command)(getattr(module, name))
+        parent.command(name, hidden=name in HIDDEN, cls=_Command)(getattr(module, name.replace("-", "_")))
     group: Any = typer.main.get_command(parent)
     return group.commands[name]
 

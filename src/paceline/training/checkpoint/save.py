@@ -22,7 +22,7 @@ import time
 import zlib
 from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -317,11 +317,7 @@ def _writer(unfinished: Path, final: Path, index: Index, rank: int, ranks: int) 
             for sums in sorted(unfinished.glob("sums.*.json")):
                 files |= json.loads(sums.read_text())
                 sums.unlink()
-            with open(unfinished / INDEX, "w") as file:
-                content = json.loads(json.dumps(asdict(index) | {"files": files}, default=str))
-                json.dump(content | {"crc": _crc(content)}, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
+            write_index(unfinished, replace(index, files=files))
             if final.exists():  # the step was repeated after a restart
                 shutil.rmtree(final)
             unfinished.rename(final)
@@ -330,6 +326,15 @@ def _writer(unfinished: Path, final: Path, index: Index, rank: int, ranks: int) 
             os.close(directory)
 
     return Writer(unfinished, sync_files=True)
+
+
+def write_index(path: Path, index: Index) -> None:
+    """Write checkpoint.json, with its checksum, into the folder of a checkpoint."""
+    with open(path / INDEX, "w") as file:
+        content = json.loads(json.dumps(asdict(index), default=str))
+        json.dump(content | {"crc": _crc(content)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _lower_thread_priority() -> None:

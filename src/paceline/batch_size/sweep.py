@@ -1,0 +1,184 @@
+"""Trainings of one request with several batches, in a folder; a folder that exists is continued."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.batch_size.branch import branch, find_branch_point
+from paceline.batch_size.result import BatchResult, read_result
+from paceline.batch_size.target import Target
+from paceline.errors import DivergedError, RunError, SpecError
+from paceline.events import Ended, Event, last, read
+from paceline.files import open_regular, write_whole
+from paceline.launch.train_run import train
+from paceline.run import RunFolder, create
+from paceline.spec import Launch, Save, Spec, Stop
+
+STATE = "batch-size.json"  # what the trainings in a folder have in common
+FACTORS = (0.5, 1.0, 2.0)  # on the scaled learning rate, which --tune tries first
+WIDEST = 16.0  # factor, up to which --tune continues
+# Optimizers whose update is proportional to the gradient, so that their learning rate scales linearly
+LINEAR = ("sgd", "asgd", "lars")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to train. spec: with the batch for which its learning rate was chosen.
+
+    period: samples between evaluations. source: the run to branch from. tunes: whether to try several
+    learning rates.
+    """
+
+    spec: Spec
+    launch: Launch
+    batches: tuple[int, ...]
+    target: Target
+    folder: Path
+    period: int
+    source: Path | None = None
+    tunes: bool = False
+
+    def spec_of(self, batch: int, factor: float = 1.0) -> Spec:
+        """Return the request of a training: as many samples, evaluated as often, with a scaled rate."""
+        spec = self.spec
+        base = spec.schedule.base_batch or spec.batch
+        rule = spec.schedule.lr_scale or ("linear" if spec.optimizer.name in LINEAR else "sqrt")
+        samples = spec.steps * spec.batch if spec.steps is not None else None
+        return Spec.model_validate(
+            {
+                **dict(spec),
+                "batch": batch,
+                "steps": -(-samples // batch) if samples is not None else None,
+                "schedule": spec.schedule.model_copy(update={"base_batch": base, "lr_scale": rule}),
+                "optimizer": spec.optimizer.model_copy(update={"lr": spec.optimizer.lr * factor}),
+                "stop": Stop(metric=self.target.metric, target=self.target.value),
+                "save": Save(keep=1, minutes=spec.save.minutes, best=self.target.metric),
+                "evaluate_every": max(1, round(self.period / batch)),
+                "profile": False,
+            }
+        )
+
+    def path_of(self, batch: int, factor: float = 1.0) -> Path:
+        """Return the folder of a training."""
+        return self.folder / (f"batch-{batch}" + (f"-lr-{factor:g}" if factor != 1 else ""))
+
+    def describe(self) -> dict[str, Any]:
+        """Return what must be the same for all trainings of a folder, as JSON."""
+        launch = self.launch
+        settings = {
+            "spec": self.spec.model_dump(mode="json"),
+            "until": str(self.target),
+            "plan": launch.plan,
+            "ranks": launch.ranks,
+            "device": launch.device,
+            "period": self.period,
+            "from": str(self.source.resolve()) if self.source is not None else None,
+        }
+        return json.loads(json.dumps(settings))  # type: ignore[no-any-return]
+
+    def open(self) -> None:
+        """Create the folder, or check that it is of this request. Raises RunError and SpecError."""
+        for batch in self.batches:
+            self.spec_of(batch)
+        path = self.folder / STATE
+        if self.folder.exists():
+            self._check_same(path)
+            return
+        if self.source is not None:
+            find_branch_point(self.source, self.batches)
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            raise RunError(f"cannot create {self.folder}: {error.strerror}") from error
+        write_whole(path, json.dumps(self.describe(), indent=1) + "\n")
+
+    def _check_same(self, path: Path) -> None:
+        try:
+            with open_regular(path) as file:
+                before = json.load(file)
+            settings = self.describe()
+            names = [name for name in settings if before.get(name) != settings[name]]
+            if "spec" in names:
+                names[names.index("spec")] = " and ".join(
+                    f"{key}={settings['spec'][key]!r} instead of {before['spec'].get(key)!r}"
+                    for key in settings["spec"]
+                    if before["spec"].get(key) != settings["spec"][key]
+                )
+        except (OSError, ValueError, AttributeError, KeyError, TypeError):
+            raise RunError(
+                f"{self.folder} exists, and has no {STATE} of such a comparison; choose another --run-dir"
+            ) from None
+        if names:
+            raise RunError(
+                f"{self.folder} was made with other settings ({', '.join(names)}); repeat them to continue, "
+                "or choose another --run-dir"
+            )
+
+
+def run_sweep(sweep: Sweep, show: Callable[[str, Event | None], None]) -> Iterator[BatchResult]:
+    """Train with each batch, smallest first, and yield its result. Call `sweep.open` before.
+
+    A training that is complete is only read, and one that was stopped continues. show: called with the name
+    of the training and each event.
+    """
+    for batch in sweep.batches:
+        if not sweep.tunes:
+            yield _run(sweep, batch, 1.0, show)
+            continue
+        found = {factor: _run(sweep, batch, factor, show) for factor in FACTORS}
+        while True:
+            best = min(found, key=lambda factor: _rank(found[factor], sweep.target))
+            at_edge = best in (min(found), max(found)) and 1 / WIDEST < best < WIDEST
+            if not at_edge:
+                break
+            factor = best * (2 if best == max(found) else 0.5)
+            found[factor] = _run(sweep, batch, factor, show)
+        yield found[best]
+
+
+def _rank(result: BatchResult, target: Target) -> tuple[float, float]:
+    """Return a key that sorts better results first."""
+    if result.steps is not None:
+        return result.steps, 0.0
+    if result.best is None:
+        return float("inf"), float("inf")
+    return float("inf"), -result.best if target.is_maximum else result.best
+
+
+def _run(sweep: Sweep, batch: int, factor: float, show: Callable[[str, Event | None], None]) -> BatchResult:
+    """Train with a batch, if its run is not complete, and return its result."""
+    from paceline.training.batch_scaling import scale_optimizer
+
+    spec, run = sweep.spec_of(batch, factor), RunFolder(sweep.path_of(batch, factor))
+    name = run.path.name
+    show(name, None)
+    why = ""
+    if not _is_complete(run):
+        if not run.spec.exists() and sweep.source is not None:
+            checkpoint, index = find_branch_point(sweep.source, sweep.batches)
+            branch(checkpoint, index, create(run.path, spec, sweep.launch), batch)
+        try:
+            launch = sweep.launch
+            training = train(
+                spec, launch.plan, ranks=launch.ranks or 1, run=run, device=launch.device, monitor="off"
+            )
+            with closing(training):
+                for event in training:
+                    show(name, event)
+        except DivergedError as error:
+            why = str(error).partition(";")[0]
+    lr = scale_optimizer(spec, spec.optimizer).lr
+    result = read_result(read(run.events), batch, lr, sweep.target)
+    if result.best is None and not why and result.steps is None:
+        raise SpecError(
+            f"--until {sweep.target}: the evaluations of {run.path} have no {sweep.target.name}, or it is NaN"
+        )
+    return result if not why else BatchResult(**{**vars(result), "why": why})
+
+
+def _is_complete(run: RunFolder) -> bool:
+    ended = last(run.events, Ended) if run.events.exists() else []
+    return bool(ended) and isinstance(ended[0], Ended) and ended[0].reason == "done"

@@ -1,0 +1,193 @@
+"""paceline batch-size: targets, results of runs, branches of a checkpoint, and the command."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from command import paceline, succeed
+from paceline.batch_size.choose import list_choices, pick_best
+from paceline.batch_size.convergence import Measurement, fit_curve
+from paceline.batch_size.published import find_published
+from paceline.batch_size.result import read_result
+from paceline.batch_size.target import parse_target
+from paceline.cluster.published import find
+from paceline.errors import SpecError
+from paceline.events import Ended, Evaluated, Event, Started, Step
+from paceline.plan.model.library import load_model
+from paceline.plan.search.rank_counts import parse_counts
+
+ACCURACY = parse_target("accuracy >= 0.9")
+
+
+def test_targets() -> None:
+    assert (ACCURACY.metric, ACCURACY.value) == ("max accuracy", 0.9)
+    assert parse_target("test/loss<0.1").metric == "min test/loss"
+    for text in ("accuracy", "accuracy=0.9", "accuracy>=high", "loss<=nan", ">=0.9", ""):
+        with pytest.raises(SpecError, match="--until must be a metric and its value"):
+            parse_target(text)
+
+
+def test_crossing_between_evaluations() -> None:
+    assert ACCURACY.find_crossing([(10, 0.5), (20, 0.8), (30, 1.0)]) == pytest.approx(25)
+    assert ACCURACY.find_crossing([(10, 0.95), (20, 0.5)]) == 10
+    assert ACCURACY.find_crossing([(10, math.nan), (20, 0.95)]) == 20
+    assert ACCURACY.find_crossing([(10, 0.5)]) is None
+    assert parse_target("loss<=1").find_crossing([(0, 3.0), (4, 1.0)]) == 4
+
+
+def test_batches() -> None:
+    assert parse_counts("64:512", "--batches") == (64, 128, 256, 512)
+    with pytest.raises(SpecError, match="--batches '64:100' does not reach 100"):
+        parse_counts("64:100", "--batches")
+
+
+def started(step: int) -> Started:
+    return Started(
+        task="t", plan="ddp", ranks=1, batch=8, step=step, steps=99, samples=99, parameters=1, device="cpu",
+        precision="fp32", threads=1,
+    )  # fmt: skip
+
+
+def step(number: int, seconds: float) -> Step:
+    return Step(
+        step=number, samples=8 * number, loss=1.0, grad_norm=1.0, lr=0.1, step_s=seconds, data_s=0.0,
+        samples_per_s=1.0,
+    )  # fmt: skip
+
+
+def evaluated(number: int, accuracy: float) -> Evaluated:
+    return Evaluated(step=number, metrics={"accuracy": accuracy}, seconds=1.0)
+
+
+def test_result_of_a_resumed_branch() -> None:
+    """The branch begins after 100 steps. Its second start repeats what came after step 104."""
+    events: list[Event] = [started(100), *(step(n, 9.0) for n in range(101, 104)), step(104, 0.5)]
+    events += [evaluated(104, 0.7), step(105, 0.5), evaluated(106, 0.99), started(104), step(105, 7.0)]
+    events += [evaluated(106, 0.8), step(107, 7.0), step(108, 0.5), evaluated(108, 1.0)]
+    result = read_result(events, 8, 0.1, ACCURACY)
+    assert result.steps == pytest.approx(7)
+    assert result.samples == pytest.approx(56)
+    assert (result.first, result.done, result.best, result.best_step) == (100, 108, 1.0, 108)
+    assert result.step_s == 0.5
+
+
+def test_result_without_the_target() -> None:
+    events = [started(0), evaluated(2, 0.5), evaluated(4, 0.4), Ended(step=4, reason="done", why="over")]
+    result = read_result(events, 8, 0.1, ACCURACY)
+    assert (result.steps, result.samples, result.best, result.best_step) == (None, None, 0.5, 2)
+    assert result.why == "over"
+
+
+def test_planner_and_curve_together() -> None:
+    """A small Bcrit wants a small batch for price, and a large one for time on many ranks."""
+    curve = fit_curve([Measurement(b, 1e6 * (1 + b / 256)) for b in (16, 32, 64, 128, 256, 512)])
+    facts, cluster = load_model("gpt2"), find("h100:8@50")
+    choices = list_choices(curve, facts, None, cluster, (16, 64, 256, 1024), (1, 8), None, 2.0)
+    best = pick_best(choices)
+    assert best["price"].bill.price == min(choice.bill.price for choice in choices)
+    assert best["time"].ranks == 8
+    assert best["price"].batch <= best["time"].batch
+    for choice in choices:
+        expected = 1e6 * (1 + choice.batch / 256) / choice.batch
+        assert choice.steps.value == pytest.approx(expected, rel=0.3)
+        assert choice.bill.seconds == pytest.approx(choice.steps.value * choice.step_s, rel=1e-6)
+        assert choice.seconds.low < choice.seconds.value < choice.seconds.high
+
+
+def test_published_trainings_are_of_the_same_data() -> None:
+    resnet = load_model("resnet50")
+    assert len(find_published(resnet, 1_281_167)) == 8
+    assert not find_published(resnet, 50_000)
+    assert not find_published(load_model("gpt2"), 1_281_167)
+
+
+COMMON = ("--lr", "0.003", "--batch", "64", "--plan", "ddp", "--ranks", "2", "--run-dir", "cmp")
+SWEEP = ("batch-size", "digits", "--batches", "64,256", "--until", "accuracy>=0.9", "--epochs", "6", *COMMON)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_command_is_resumed(tmp_path: Path) -> None:
+    options = ("--json", "a.json", "--plot", "a.svg", "--set", "noise_scale=5")
+    done = succeed(*SWEEP, *options, at=tmp_path)
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert [row["batch"] for row in found["rows"]] == [64, 256]
+    assert all(row["reached"] and row["samples"] > 0 and row["noise_scale"] for row in found["rows"])
+    small, large = found["rows"]
+    assert large["lr"] == pytest.approx(2 * small["lr"])
+    assert large["steps"] < small["steps"]
+    fit = found["fit"]["critical_batch"]
+    assert fit["low"] < fit["value"] < fit["high"]
+    assert set(found["choices"]) >= {"time", "device hours"}
+    assert "knee" in done.out
+    assert (tmp_path / "a.svg").stat().st_size > 1000
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cmp/*/events.jsonl")}
+    succeed(*SWEEP, "--set", "noise_scale=5", "--json", "b.json", at=tmp_path)
+    assert json.loads((tmp_path / "b.json").read_text())["rows"] == found["rows"]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("cmp/*/events.jsonl")} == before
+    refused = paceline(*SWEEP, at=tmp_path)
+    assert refused.status == 2
+    assert "noise_scale=None instead of 5" in refused.err
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_branches_of_a_run_have_its_state_and_its_next_samples(tmp_path: Path) -> None:
+    """The branch with the batch of the run equals the run that continues; other batches start as it does."""
+    words = ("--lr", "0.003", "--batch", "64", "--ranks", "1", "--set", "schedule.base_batch=64")
+    rule = ("--set", "schedule.lr_scale=sqrt", "--set", "evaluate_every=2")
+    succeed("train", "digits", "--steps", "8", *words, *rule, "--run-dir", "base", at=tmp_path)
+    sweep = (
+        "batch-size",
+        "digits",
+        "--batches",
+        "64,128,256",
+        "--until",
+        "accuracy>=0.999",
+        "--from",
+        "base",
+    )
+    length = ("--steps", "12", "--evaluate-samples", "256")
+    done = paceline(*sweep, *words, *length, "--run-dir", "cmp", "--json", "a.json", at=tmp_path)
+    assert done.status == 1, done.err
+    assert "did not reach" in done.out
+    assert "the best was" in done.out
+    succeed("resume", "base", "--steps", "12", at=tmp_path)
+
+    def losses(run: str) -> dict[int, float]:
+        lines = (tmp_path / run / "events.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+
+    base = losses("base")
+    same = losses("cmp/batch-64")
+    assert same == {number: base[number] for number in range(9, 13)}
+    assert min(losses("cmp/batch-128")) == 5
+    assert min(losses("cmp/batch-256")) == 3
+    refused = paceline(
+        "batch-size", "digits", "--batches", "96", "--until", "accuracy>=1", "--from", "base", at=tmp_path
+    )
+    assert refused.status == 2
+    assert "not a multiple of batch 96" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--batches", "64"), "add --until METRIC"),
+        (("--until", "accuracy"), "--until must be a metric and its value"),
+        (("--until", "accuracy>=0.9", "--batches", "64:9999"), "--batches '64:9999' does not reach"),
+        (("--until", "accuracy>=0.9", "--batches", "64,4096"), "larger than the"),
+        (("--until", "accuracy>=0.9", "--batches", "x"), "'x' is not a whole number"),
+        (("--until", "accuracy>=0.9", "--nodes", "2"), "trains on one machine"),
+        (("--until", "accuracy>=0.9", "--plot", "a.pdf"), "its name must end in .svg or .png"),
+    ],
+)
+def test_bad_input(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = paceline("batch-size", "digits", *words, at=tmp_path)
+    assert done.status == 2
+    assert message in done.err
+    assert "Traceback" not in done.err
+    assert not list(tmp_path.iterdir())
