@@ -62,3 +62,21 @@ WITH_TRUST = ("lars", "lamb")  # optimizers that scale the update of each tensor
 DECOUPLED = frozenset({"adamw", "lion", "lamb", "adafactor", "muon"})
 # Where implementations differ from the paper, the option `convention` names whose update is computed.
 CONVENTIONS = {"lars": ("you2017", "timm"), "lamb": ("you2020", "timm")}
+
+# Elements of state per weight with the default options. Rows and columns of adafactor, and numbers for a
+# whole tensor, are few and not counted.
+MOMENTS: Mapping[str, int] = {
+    **dict.fromkeys(("adamw", "adam", "adamax", "nadam", "radam", "adadelta", "rprop", "lamb"), 2),
+    **dict.fromkeys(("sgd", "adagrad", "rmsprop", "asgd", "lion", "lars", "novograd", "muon"), 1),
+    "adafactor": 0,
+}
+
+
+def count_moments(name: str, options: Mapping[str, Any]) -> int:
+    """Return the elements of state per weight of an optimizer with these options."""
+    count = MOMENTS[name] + bool(options.get("amsgrad"))
+    if name in ("sgd", "lars") and not options.get("momentum"):
+        return 0
+    if name == "rmsprop":
+        count += bool(options.get("momentum")) + bool(options.get("centered"))
+    return count

@@ -8,7 +8,7 @@ from paceline.bench.compute.step import prepare_step, time_step
 from paceline.cluster.facts import Cluster
 from paceline.data.fake import example_batch
 from paceline.errors import TaskError
-from paceline.plan.cost_model.framework_profiles import recipe_of_precision
+from paceline.plan.cost_model.optimizer_state import recipe_of_request
 from paceline.plan.cost_model.predict import predict
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import Plan, ResolvedPlan
@@ -39,7 +39,7 @@ def measure(spec: Spec, task: Task, cluster: Cluster, device: torch.device) -> M
             facts = count_facts(OpCounter(model, task, {}), task, batch, SAMPLES)
             model.zero_grad()
         measured_s = time_step(ready_step, BUDGET_S).median_s
-    expected = predict(facts, Plan(dp=1), cluster, spec.batch, recipe_of_precision(spec.precision), ranks=1)
+    expected = predict(facts, Plan(dp=1), cluster, spec.batch, recipe_of_request(spec, task, facts), ranks=1)
     compute_s = sum(part.value for part in expected.time.parts if part.name in COMPUTE_PARTS)
     rest_s = expected.step_s - compute_s
     return replace(facts, source="measured", slower=max(measured_s - rest_s, 0.1 * measured_s) / compute_s)

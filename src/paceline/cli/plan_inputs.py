@@ -16,27 +16,24 @@ def read_task_facts(
     on: if given, steps are measured on this machine, which these facts describe; else nothing runs.
     """
     from paceline.cli.launching import read_request
-    from paceline.plan.cost_model.framework_profiles import recipe_of_precision
+    from paceline.plan.cost_model.optimizer_state import recipe_of_request
     from paceline.task import load_task
 
     spec, _ = read_request(target, {"batch": batch, "precision": precision}, set)
-    recipe = recipe_of_precision(spec.precision)
     task = load_task(spec.task, spec.set)
     if on is not None:
         from paceline.bench.measured_facts import measure
         from paceline.cli.bench.single import device_for
         from paceline.plan.cost_model.defaults import add_assumptions
 
-        return (
-            measure(
-                spec, task, add_assumptions(on)[0], device_for("cpu" if on.device.kind == "cpu" else None)
-            ),
-            recipe,
-            spec.batch,
+        facts = measure(
+            spec, task, add_assumptions(on)[0], device_for("cpu" if on.device.kind == "cpu" else None)
         )
-    from paceline.training.model_facts.describe import describe
+    else:
+        from paceline.training.model_facts.describe import describe
 
-    return describe(spec, task), recipe, spec.batch
+        facts = describe(spec, task)
+    return facts, recipe_of_request(spec, task, facts), spec.batch
 
 
 def find_cluster(name: str | None) -> "Cluster":

@@ -245,7 +245,7 @@ def _predict(
 ) -> "BestPlans":
     """Return the predicted cost of the plan of a run. Raises PlanError if it cannot be predicted."""
     from paceline.errors import TaskError
-    from paceline.plan.cost_model.framework_profiles import recipe_of_precision
+    from paceline.plan.cost_model.optimizer_state import recipe_of_request
     from paceline.plan.search.best_plans import find_best_plans
     from paceline.task import load_task
     from paceline.training.model_facts.describe import describe
@@ -257,13 +257,13 @@ def _predict(
         raise TaskError(
             f"{error}; a prediction for {folder.path} requires its task; show measured values with --measured"
         ) from error
-    started = measured_run.started
+    started, facts = measured_run.started, describe(spec, task)
     return find_best_plans(
-        describe(spec, task),
+        facts,
         cluster,
         started.batch,
         started.plan,
-        recipe_of_precision(spec.precision),
+        recipe_of_request(spec, task, facts),
         started.ranks,
         others=others,
     )

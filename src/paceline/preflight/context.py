@@ -12,7 +12,7 @@ from paceline import task as tasks
 from paceline.errors import ClusterError, SpecError
 from paceline.launch.slurm.job_script import Job, build_job
 from paceline.launch.slurm.site import Site, read_site
-from paceline.plan.cost_model.framework_profiles import recipe_of_precision
+from paceline.plan.cost_model.optimizer_state import recipe_of_request
 from paceline.plan.plan import AUTO, Plan, ResolvedPlan, read_plan
 from paceline.run import choose_path
 from paceline.spec import Launch, Spec
@@ -100,7 +100,7 @@ class PreflightContext:
         from paceline.plan.search.best_plans import find_best_plans
 
         self._check_device_is_known()
-        recipe = recipe_of_precision(self.spec.precision)
+        recipe = recipe_of_request(self.spec, self.task, self.facts)
         return find_best_plans(
             self.facts, self.cluster, self.spec.batch, str(self.plan), recipe, self.job.ranks
         ).plans[0][1]

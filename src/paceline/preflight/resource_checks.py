@@ -12,7 +12,7 @@ from paceline.cluster.machine import Directory, Quota
 from paceline.errors import ClusterError, Error
 from paceline.launch.slurm.client import format_clock
 from paceline.plan.cost_model.defaults import add_assumptions
-from paceline.plan.cost_model.framework_profiles import recipe_of_precision
+from paceline.plan.cost_model.optimizer_state import recipe_of_request
 from paceline.plan.plan import AUTO, Plan, parse
 from paceline.plan.search.search import MARGIN, search_plans
 from paceline.preflight.context import PreflightContext
@@ -73,7 +73,7 @@ def _suggest_plan(context: PreflightContext, limit_bytes: float) -> str:
         add_assumptions(context.cluster)[0],
         context.spec.batch,
         MARGIN,
-        recipe_of_precision(context.spec.precision),
+        recipe_of_request(context.spec, context.task, context.facts),
         count,
     )
     fitting = [

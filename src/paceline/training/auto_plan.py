@@ -12,7 +12,7 @@ from paceline.distributed.world import World
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.batch_norm import find_running_statistics
 from paceline.plan.cost_model.cost import Cost, list_slower_parts
-from paceline.plan.cost_model.framework_profiles import recipe_of_precision
+from paceline.plan.cost_model.optimizer_state import recipe_of_request
 from paceline.plan.plan import Plan, parse
 from paceline.plan.search.best_plans import find_best_plans
 from paceline.spec import Spec
@@ -59,11 +59,13 @@ def choose_plan(
     cluster: the machine [default: cluster.json in this folder, or a description of this machine]. Raises
     PlanError if no plan fits, or if none of those that fit can train the task.
     """
-    recipe = recipe_of_precision(spec.precision)
     cluster = cluster if cluster is not None else local_cluster.load_cluster(device)
     if nodes > cluster.nodes:
         cluster = cluster.model_copy(update={"nodes": nodes})
-    found = find_best_plans(describe(spec, task), cluster, spec.batch, recipe=recipe, ranks=ranks)
+    facts = describe(spec, task)
+    found = find_best_plans(
+        facts, cluster, spec.batch, recipe=recipe_of_request(spec, task, facts), ranks=ranks
+    )
     refused: list[str] = []
     possible = _find_trainable(found.plans, spec, task, ranks, refused)
     fastest = next(possible, None)

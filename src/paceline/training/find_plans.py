@@ -2,11 +2,11 @@
 
 from paceline.cluster import local_cluster
 from paceline.cluster.facts import Cluster
-from paceline.plan.cost_model.framework_profiles import recipe_of_precision
+from paceline.plan.cost_model.optimizer_state import recipe_of_request
 from paceline.plan.plan import Plan
 from paceline.plan.search.best_plans import BestPlans, find_best_plans
 from paceline.spec import Spec
-from paceline.task import Task
+from paceline.task import Task, load_task
 from paceline.training.model_facts.describe import describe
 
 
@@ -39,5 +39,7 @@ def find_plans(
     """
     cluster = cluster if cluster is not None else local_cluster.load_cluster()
     wanted = str(plan) if plan is not None else None
-    facts, recipe = describe(spec, task), recipe_of_precision(spec.precision)
+    task = task if task is not None else load_task(spec.task, spec.set)
+    facts = describe(spec, task)
+    recipe = recipe_of_request(spec, task, facts)
     return find_best_plans(facts, cluster, spec.batch, wanted, recipe, ranks, tokens, price)

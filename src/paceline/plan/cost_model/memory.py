@@ -224,6 +224,14 @@ def state_of_rank(own: MemoryBreakdown, split: WorkSplit, recipe: Recipe) -> Byt
     return BytesPerParameter(own.params * weights, *(own.trained * each for each in trained))
 
 
+def count_updated(own: MemoryBreakdown, split: WorkSplit) -> float:
+    """Return the parameters that a rank updates; ZeRO divides them as in `state_of_rank`."""
+    if not split.zero:
+        return own.trained
+    share = own.experts / own.params
+    return own.trained * ((1 - share) / split.shards + share / max(1, split.shards // split.ep))
+
+
 def _is_sharded(split: WorkSplit, recipe: Recipe) -> bool:
     return split.shards > 1 and (split.zero == 3 or (split.zero == 2 and recipe.at_rest))
 

@@ -11,7 +11,7 @@ from paceline.plan.cost_model.constants import MAX_FITTED_RANKS
 from paceline.plan.cost_model.cost import CostPart, TimeCost
 from paceline.plan.cost_model.engine_overhead import engines_s
 from paceline.plan.cost_model.framework_profiles import Recipe
-from paceline.plan.cost_model.memory import MemoryBreakdown, memory_breakdown, state_of_rank
+from paceline.plan.cost_model.memory import MemoryBreakdown, count_updated, memory_breakdown, state_of_rank
 from paceline.plan.cost_model.rates import DeviceRates
 from paceline.plan.cost_model.work_split import MicrobatchKey, StageAssignment, WorkSplit, assign_stages
 from paceline.plan.model.facts import BlockFacts, ModelFacts
@@ -43,7 +43,7 @@ EXACT: Mapping[str, float] = {}
 EXPERT_ERRORS: Mapping[str, float] = {"products": 0.25, "other operations": 0.4, "expert parallel": 0.6}
 LOW_ERRORS: Mapping[str, float] = {"products": 0.12}
 GUESSED_ERROR = 0.7  # of each part, if nothing was measured of a CPU
-ADAM_BYTES = 28.0  # per parameter: read and write weight and two moments, read the gradient, in float32
+UPDATE_BYTES = 12.0  # per parameter: read and write the weight, read the gradient, in float32
 
 
 class Group(NamedTuple):
@@ -483,5 +483,5 @@ def _optimizer_s(
             "update", own.trained / (split.shards if split.zero else 1) / own_tensors
         )
     state = state_of_rank(own, split, recipe)
-    updated = state.optimizer / recipe.optimizer
-    return (updated * (ADAM_BYTES + recipe.master / 2) + state.gradients) / rates.memory_Bps
+    moved = UPDATE_BYTES + 2 * recipe.optimizer + recipe.master / 2
+    return (count_updated(own, split) * moved + state.gradients) / rates.memory_Bps

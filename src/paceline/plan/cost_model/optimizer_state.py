@@ -1,0 +1,43 @@
+"""The recipe of a request: bytes per weight, with those of its optimizer."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from paceline.optimizer_options import count_moments
+from paceline.plan.cost_model.framework_profiles import Recipe, recipe_of_precision
+from paceline.plan.model.facts import ModelFacts
+from paceline.spec import Optimizer, Spec
+from paceline.task import Task
+
+FLOAT32_BYTES = 4.0
+
+
+def recipe_of_request(spec: Spec, task: Task, facts: ModelFacts) -> Recipe:
+    """Return Paceline's recipe for the precision and the optimizer of a request.
+
+    An optimizer that the task defines is unknown, and taken for AdamW. Raises PlanError for a precision that
+    cannot be predicted.
+    """
+    recipe = recipe_of_precision(spec.precision)
+    if type(task).optimizer is not Task.optimizer:
+        return recipe
+    return _with_moments(recipe, moments_per_weight(spec.optimizer, facts))
+
+
+@lru_cache(maxsize=64)
+def _with_moments(recipe: Recipe, moments: float) -> Recipe:
+    """Return the same object for the same numbers: caches of predictions compare recipes by identity."""
+    bytes_ = FLOAT32_BYTES * moments
+    return recipe if bytes_ == recipe.optimizer else replace(recipe, optimizer=bytes_)
+
+
+def moments_per_weight(optimizer: Optimizer, facts: ModelFacts) -> float:
+    """Return the elements of optimizer state per weight.
+
+    Muon trains embeddings and the last layer by AdamW, which has one moment more.
+    """
+    moments = count_moments(optimizer.name, optimizer.options)
+    if optimizer.name != "muon":
+        return moments
+    by_adamw = facts.first.params + facts.last.params
+    return moments + (count_moments("adamw", {}) - moments) * by_adamw / max(1, facts.params)
