@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 import typer
 
 from paceline import spec as specs
-from paceline.distributed.world import World
+from paceline.distributed.world import World, read_world
 from paceline.errors import SpecError
 from paceline.launch.launchers import find_launcher, is_rank
 from paceline.run import RunFolder
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def read_request(
-    target: str, flags: Mapping[str, Any], set: list[str], steps: int | None = None
+    target: str, flags: Mapping[str, Any], set: list[str], steps: int | None = None, resolves: bool = True
 ) -> tuple[Spec, Launch]:
     """Return the request of a command line.
 
@@ -28,6 +28,7 @@ def read_request(
         the file.
     set: `NAME=VALUE` of --set. They take precedence over the file.
     steps: the length if neither a flag nor `set` gives it, whatever the file has.
+    resolves: whether the precision "auto" is chosen for this machine.
     Raises SpecError, also if a key has two values.
     """
     file = Path(target) if target.endswith(".toml") else None
@@ -44,7 +45,29 @@ def read_request(
         overrides.setdefault("steps", steps)
     if file is not None and "task" not in overrides and "task" not in specs.read_toml(file):
         raise SpecError(f'{file} names no task; write task = "digits" there, or task = "my.py:Class"')
-    return specs.load(file, specs.replace_length(overrides))
+    spec, launch = specs.load(file, specs.replace_length(overrides))
+    return (resolve_precision(spec, launch) if resolves else spec), launch
+
+
+def resolve_precision(spec: Spec, launch: Launch) -> Spec:
+    """Return the request with the precision of this machine in place of "auto", and print the choice.
+
+    Raises SpecError if the ranks run on other machines.
+    """
+    from paceline.cluster.precision import AUTO, choose_precision
+
+    if spec.precision != AUTO:
+        return spec
+    me = read_world()
+    if launch.nodes > 1 or launch.launcher not in (None, "local") or me.size > me.local_size:
+        raise SpecError(
+            "--precision auto chooses for this machine, and the ranks run on others; "
+            "specify bf16, fp16 or fp32"
+        )
+    choice = choose_precision(launch.device)
+    if me.rank == 0:
+        print(f"precision {choice.precision}: {choice.why}", flush=True)
+    return spec.model_copy(update={"precision": choice.precision})
 
 
 def announce_start(me: World, file: TextIO | None = None) -> None:

@@ -138,7 +138,8 @@ def build_request(
     precision: Annotated[
         str | None,
         Option(
-            help="Precision of the computation: fp64, fp32, bf16 or fp16 [default: fp32]",
+            help="Precision of the computation: fp64, fp32, tf32, bf16, fp16, or auto, what this machine "
+            "does well [default: fp32]",
             rich_help_panel=NUMERICS,
         ),
     ] = None,
@@ -349,7 +350,7 @@ def build_request(
     }
     from paceline.cli.launching import read_request
 
-    return TrainingRequest(*read_request(target, flags, set or []))
+    return TrainingRequest(*read_request(target, flags, set or [], resolves=False))
 
 
 def parse_nodes(text: str | None) -> tuple[int | None, int | None]:
@@ -389,6 +390,10 @@ def with_request_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
         request = build_request(**{name: values.pop(name) for name in shared})
+        if command.__name__ != "submit":  # whose ranks run on other machines
+            from paceline.cli.launching import resolve_precision
+
+            request = request._replace(spec=resolve_precision(request.spec, request.launch))
         command(request, **values)
 
     parameters = [*shared.values(), *others]

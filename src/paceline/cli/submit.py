@@ -30,7 +30,7 @@ def submit(
     Before its time limit the job saves and requeues itself.
     """
     from paceline import task
-    from paceline.errors import Error
+    from paceline.errors import Error, SpecError
     from paceline.launch.slurm import client as slurm
     from paceline.launch.slurm.job_script import build_job, render
     from paceline.launch.slurm.site import read_site
@@ -39,6 +39,11 @@ def submit(
     from paceline.run import choose_path, create
 
     spec, launch = request
+    if spec.precision == "auto":
+        raise SpecError(
+            "--precision auto chooses for this machine, and the job runs on others; "
+            "specify bf16, fp16 or fp32"
+        )
     check_mlflow(launch.mlflow)
     spec = spec.model_copy(update={"task": task.check_reference(spec.task)})
     path = choose_path(launch.run, spec.task)

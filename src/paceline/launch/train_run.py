@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from paceline import errors, events
 from paceline import task as tasks
+from paceline.cluster.precision import AUTO, choose_precision
 from paceline.distributed.world import World, read_world
 from paceline.doctor.rank_state import read_heartbeats
 from paceline.errors import Error, LaunchError, RankError, RunError, SpecError, TaskError
@@ -90,6 +91,8 @@ def train(
         raise RunError(f"run must be a path or a RunFolder, got {type(run).__name__}")
     monitor = check_monitor(monitor)
     world = world if world is not None else read_world()
+    if spec.precision == AUTO:
+        spec = spec.model_copy(update={"precision": choose_precision(device).precision})
     if ranks is not None and world.launcher is None and world.size == 1:
         if observe is not None:
             raise LaunchError(

@@ -64,8 +64,10 @@ class Spec(Value):
         le=MAX_INT,
         description="seed of the initial weights, the order of samples and dropout",
     )
-    precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field(
-        default="fp32", description="data type in which the model computes"
+    precision: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = Field(
+        default="fp32",
+        description="data type in which the model computes; tf32: fp32 with tf32=true; auto: what this "
+        "machine does well",
     )
     tf32: bool = Field(
         default=False, description="let CUDA round the inputs of float32 matrix products to TF32"
@@ -179,6 +181,16 @@ class Spec(Value):
             if split == "validation" or split in splits[:number]:
                 raise ValueError(f"evaluate_splits has {split!r}, which is evaluated already; leave it out")
         return splits
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_tf32(cls, values: Any) -> Any:
+        """Replace the precision tf32 by its two keys."""
+        if not isinstance(values, dict) or values.get("precision") != "tf32":
+            return values
+        if values.get("tf32") is False:
+            raise ValueError("precision='tf32' and tf32=false contradict each other; leave one of them out")
+        return {**values, "precision": "fp32", "tf32": True}
 
     @model_validator(mode="before")
     @classmethod

@@ -69,7 +69,13 @@ from paceline.training.start_facts import collect_start_facts
 from paceline.training.step import TrainingStep
 from paceline.training.step_metrics import ControlFlags, LaunchedStep, MetricsReducer, StepMetrics
 from paceline.training.stop_policy import StopPolicy, check_stop
-from paceline.training.torch_settings import ineffective_options, set_free_threads, torch_settings
+from paceline.training.torch_settings import (
+    check_precision,
+    describe_slow_precision,
+    ineffective_options,
+    set_free_threads,
+    torch_settings,
+)
 from paceline.training.tracing.step_tracer import StepTracer, check_traced_steps
 from paceline.training.update_sequence import UpdateSequence
 from paceline.training.weight_operations import read_operations
@@ -116,6 +122,7 @@ def train(
     world = world if world is not None else read_world()
     stop = stop if stop is not None else (lambda: False)
     plan = _parse_plan(plan, world)
+    check_precision(spec)
     clock, began = StartClock(), time.monotonic() - elapsed_s
     with contextlib.ExitStack() as stack:
         heartbeat = stack.enter_context(
@@ -135,6 +142,7 @@ def train(
             *notes,
             *set_free_threads(spec, world, run, torch_device),
             *ineffective_options(spec, torch_device),
+            *describe_slow_precision(spec, torch_device),
         )
         clock.mark("ranks meet")
         if isinstance(plan, str):

@@ -34,7 +34,7 @@ def collect_start_facts(
         facts["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
     elif (limit := memory_limit()) is not None:
         facts["memory_bytes"] = limit
-    if precision in NATIVE and (is_native := _computes_in(precision, device)) is not None:
+    if precision in NATIVE and (is_native := computes_in(precision, device)) is not None:
         facts["native_precision"] = float(is_native)
     return facts
 
@@ -48,7 +48,7 @@ def _is_channels_last(module: nn.Module) -> bool:
     return weight.is_contiguous(memory_format=layout) and not weight.is_contiguous()
 
 
-def _computes_in(precision: str, device: torch.device) -> bool | None:
+def computes_in(precision: str, device: torch.device) -> bool | None:
     """Return whether the device computes in a reduced precision; None if that is unknown."""
     if device.type == "cuda":
         if torch.version.hip is not None:

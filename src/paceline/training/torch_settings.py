@@ -8,9 +8,11 @@ import torch.distributed as dist
 
 from paceline.distributed.process_group import count_free_threads, threads_per_rank
 from paceline.distributed.world import World
+from paceline.errors import SpecError
 from paceline.report.run_view import glance
 from paceline.run import RunFolder
 from paceline.spec import Spec
+from paceline.training.start_facts import NATIVE, computes_in
 
 
 @contextlib.contextmanager
@@ -64,3 +66,18 @@ def ineffective_options(spec: Spec, device: torch.device) -> Sequence[str]:
         for name, is_set in options.items()
         if is_set
     ]
+
+
+def check_precision(spec: Spec) -> None:
+    """Raise SpecError for a precision that was not chosen yet: all ranks must use the same."""
+    if spec.precision == "auto":
+        raise SpecError("precision=auto must be chosen before the ranks start; specify bf16, fp16 or fp32")
+
+
+def describe_slow_precision(spec: Spec, device: torch.device) -> Sequence[str]:
+    """Return a note if the device does not compute in the requested precision."""
+    if spec.precision not in NATIVE or computes_in(spec.precision, device) is not False:
+        return []
+    what = "this CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    slow = ", which was up to 7 times slower than fp32" if device.type == "cpu" else ""
+    return [f"{what} has no units for {spec.precision} and converts each value{slow}; use --precision fp32"]
