@@ -81,6 +81,8 @@ class Sweep:
 
     def open(self) -> None:
         """Create the folder, or check that it is of this request. Raises RunError and SpecError."""
+        if not self.spec.batches.is_constant:
+            raise SpecError("batch-size compares constant batches; leave out batch_schedule and batch_warmup")
         for batch in self.batches:
             self.spec_of(batch)
         path = self.folder / STATE

@@ -155,7 +155,7 @@ def _add_weights(folder: RunFolder, text: str, edited: bool) -> list[dict[str, A
         weights = [float(word) for word in text.split(",")]
     except ValueError:
         raise RunError(f"--weights must be numbers such as 0.7,0.3, got {text!r}") from None
-    first = max(folder.checkpoints(), default=0) * spec.batch
+    first = spec.batches.samples_before(max(folder.checkpoints(), default=0))
     if not first:
         raise RunError(f"{folder.path} has no checkpoint, so --weights has no first sample; start a new run")
     earlier = [change for change in spec.data.weights if change.first < first]

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from paceline.distributed.rng import (
 from paceline.errors import DataError, TaskError
 from paceline.plan.plan import ResolvedPlan
 from paceline.sample_rng import SampleNumbers
-from paceline.spec import Spec
+from paceline.spec import Spec, StepBatches
 from paceline.task import MapDataset, Task
 from paceline.user_code import UserCode, describe_exception, is_passed_through
 
@@ -63,28 +63,40 @@ class RankBatchSlice:
     microbatches  number of micro-batches per step
     rank          data rank, counted from 0
     ranks         number of data ranks
+    batches       the batch of each step, if it changes
     """
 
     batch: int
     microbatches: int
     rank: int
     ranks: int
+    batches: StepBatches | None = None
 
     @property
     def share(self) -> int:
-        """The number of samples of a micro-batch on this rank."""
+        """The number of samples of a micro-batch on this rank, in steps with the whole batch."""
         return self._begin(self.rank + 1) - self._begin(self.rank)
+
+    def of_step(self, step: int) -> "RankBatchSlice":
+        """Return the slice with the batch of a step."""
+        return self if self.batches is None else replace(self, batch=self.batches.batch_of(step))
+
+    def next_change(self, step: int) -> int | None:
+        """Return the first step after `step` that has another batch, or None."""
+        return self.batches.next_change(step) if self.batches is not None else None
 
     def _begin(self, rank: int) -> int:
         return self.batch // self.microbatches * rank // self.ranks
 
     def numbers(self, step: int) -> Numbers:
         """Return the numbers of the samples of a step on this rank, of shape (microbatches, share)."""
-        first = step * self.batch + self._begin(self.rank)
+        own = self.of_step(step)
+        before = step * self.batch if self.batches is None else self.batches.samples_before(step)
         return (
-            first
-            + np.arange(self.microbatches)[:, None] * (self.batch // self.microbatches)
-            + np.arange(self.share)[None, :]
+            before
+            + own._begin(self.rank)
+            + np.arange(self.microbatches)[:, None] * (own.batch // self.microbatches)
+            + np.arange(own.share)[None, :]
         )
 
 
@@ -93,8 +105,11 @@ def training_parts(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yield (numbers, indices) of each micro-batch of this rank, from step `first_step` until `steps`."""
     steps_per_chunk = max(1, CHUNK // (part.microbatches * part.share))
-    for begin in range(first_step, steps, steps_per_chunk):
-        numbers = np.stack([part.numbers(step) for step in range(begin, min(begin + steps_per_chunk, steps))])
+    begin = end = first_step
+    while begin < steps:
+        end = min(begin + steps_per_chunk, steps, part.next_change(begin) or steps)
+        numbers = np.stack([part.numbers(step) for step in range(begin, end)])
+        begin = end
         indices = order.indices(numbers.ravel()).reshape(numbers.shape)
         for step_numbers, step_indices in zip(numbers.tolist(), indices.tolist(), strict=True):
             yield from zip(step_numbers, step_indices, strict=True)

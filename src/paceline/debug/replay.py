@@ -29,6 +29,8 @@ from paceline.plan.plan import Plan, parse
 from paceline.run import RunFolder
 from paceline.spec import Spec
 from paceline.task import Task
+from paceline.training.batch_scaling import lr_factor_of_batch
+from paceline.training.batches import changing_batches
 from paceline.training.checkpoint.save import Index, check_same_model, load_, read_index, verify_files
 from paceline.training.schedule import compute_lr_factor, resolve_schedule
 from paceline.training.setup import PreparedTraining, TrainingData, build_training, open_data
@@ -208,7 +210,7 @@ class _Replay:
         table: StepTable,
     ):
         self.spec, self.data, self.prepared, self.table = spec, data, prepared, table
-        self.part = RankBatchSlice(spec.batch, microbatches, 0, 1)
+        self.part = RankBatchSlice(spec.batch, microbatches, 0, 1, changing_batches(spec))
         self.total = spec.total_steps(data.samples)
         self.schedule = resolve_schedule(spec, task, data.samples)
         update = prepared.update
@@ -216,7 +218,7 @@ class _Replay:
         self.update = update
         self.task, self.tasks = task, [task]
         if isinstance(update, UpdateSequence):
-            update.set_length(task, spec.batch, data.samples, self.total * spec.batch)
+            update.set_length(task, spec.batch, data.samples, spec.batches.samples_before(self.total))
             self.tasks = [of_pass.steps[0].task for of_pass in update.passes]
 
     def run(
@@ -272,9 +274,11 @@ class _Replay:
         )
 
     def _lr_factor(self, done: int) -> float:
-        return compute_lr_factor(
-            self.schedule, done * self.spec.batch, self.total * self.spec.batch, self.task
+        batches = self.spec.batches
+        factor = compute_lr_factor(
+            self.schedule, batches.samples_before(done), batches.samples_before(self.total), self.task
         )
+        return factor * lr_factor_of_batch(self.spec, done)
 
     def _observe(self, gradients: list[ModuleGradient]) -> Callable[[str, int], None]:
         def observe(what: str, step: int) -> None:

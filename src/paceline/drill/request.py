@@ -6,6 +6,7 @@ from paceline import spec as specs
 from paceline.cluster.limits import usable_cores
 from paceline.drill.faults import choose_save_every
 from paceline.drill.training import PACE, SAMPLE_LOG
+from paceline.errors import SpecError
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Guard, Launch, Spec, Stop
 
@@ -37,6 +38,8 @@ def write_request(
     spec: has the task with its whole path, and the number of steps.
     timeout_s: replaces the timeout of `spec`. guard: of the training; by default it has none."""
     assert spec.steps is not None
+    if not spec.batches.is_constant:
+        raise SpecError("a drill requires one batch; leave out batch_schedule and batch_warmup")
     (folder / SAMPLE_LOG).mkdir(parents=True)
     folder = folder.absolute()
     name = spec.task.rpartition(":")[2]

@@ -19,7 +19,7 @@ from paceline.task import Task, field_values
 
 METHODS = (
     *("model", "inputs", "loss", "loss_weights", "weights", "metrics"),
-    *("layout", "optimizer", "pretrained"),
+    *("layout", "lr_factor", "optimizer", "pretrained"),
 )
 
 

@@ -4,6 +4,7 @@ They are read from TOML and overridden by `key=value`. A contradiction is an err
 """
 
 from paceline.spec.guard import Guard
+from paceline.spec.batch_schedule import StepBatches
 from paceline.spec.keys import KEYS, TABLES, keys, set_key
 from paceline.spec.launch import Launch, parse_monitor
 from paceline.spec.loading import Loading, MixtureWeights
@@ -39,6 +40,7 @@ __all__ = [
     "Save",
     "Schedule",
     "Spec",
+    "StepBatches",
     "Stop",
     "Value",
     "abbreviate",

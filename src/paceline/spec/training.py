@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from paceline.errors import SpecError
 from paceline.spec.guard import Guard
+from paceline.spec.batch_schedule import StepBatches, build_batches
 from paceline.spec.loading import Loading
 from paceline.spec.messages import abbreviate
 from paceline.spec.optimizer import Optimizer
@@ -26,6 +27,7 @@ HF_PREFIX, HF_TASK = "hf:", "paceline.hf.task:HuggingFace"
 TRACE = re.compile(r"(\d{1,12}):(\d{1,12})", re.ASCII)
 
 
+SCHEDULE_LENGTHS = ("warmup", "every", "length", "decay")
 MAX_TRACED_STEPS = 100  # the events of all of them are in memory
 
 
@@ -51,6 +53,16 @@ class Spec(Value):
         ge=1,
         le=10**9,
         description="samples of the global batch, which is one update; the plan decides how it is divided",
+    )
+    batch_schedule: str | None = Field(
+        default=None,
+        description="smaller batches at the begin, and the samples until which each is used, such as "
+        "64:10000,128:50000; then batch [default: batch]",
+    )
+    batch_warmup: str | None = Field(
+        default=None,
+        description="first batch, and the samples over which it grows to batch in multiples of itself, such "
+        "as 64:100000 [default: batch]",
     )
     epochs: float | None = Field(
         default=None, gt=0, le=1e9, description=f"length in epochs [default: {DEFAULT_EPOCHS}]"
@@ -250,6 +262,28 @@ class Spec(Value):
             )
         return self
 
+    @model_validator(mode="after")
+    def _batches_are_possible(self) -> Self:
+        batches = self.batches
+        if batches.is_constant:
+            return self
+        if self.schedule.scale_betas or self.schedule.scale_decay:
+            raise ValueError(
+                "schedule.scale_betas and schedule.scale_decay require one batch; leave out batch_schedule "
+                "and batch_warmup"
+            )
+        lengths = [*self.schedule.milestones, *(getattr(self.schedule, key) for key in SCHEDULE_LENGTHS)]
+        if length := next((text for text in lengths if isinstance(text, str) and "step" in text), None):
+            raise ValueError(
+                f"{length!r} has no number of samples while the batch changes; write samples or epochs"
+            )
+        return self
+
+    @property
+    def batches(self) -> StepBatches:
+        """The batch of each step."""
+        return build_batches(self.batch, self.batch_schedule, self.batch_warmup)
+
     @property
     def trace_steps(self) -> range:
         """The steps to trace."""
@@ -265,4 +299,4 @@ class Spec(Value):
         """
         if self.steps is not None:
             return self.steps
-        return max(1, -(-round((self.epochs or DEFAULT_EPOCHS) * samples) // self.batch))
+        return max(1, self.batches.steps_for(round((self.epochs or DEFAULT_EPOCHS) * samples)))

@@ -10,7 +10,19 @@ from paceline.spec import Optimizer, Schedule, Spec
 
 def lr_scale_factor(spec: Spec) -> float:
     """Return the factor on learning rates by `schedule.lr_scale` and `schedule.base_batch`."""
-    ratio = spec.batch / spec.schedule.base_batch if spec.schedule.base_batch is not None else 1.0
+    return _factor(spec, spec.batch)
+
+
+def lr_factor_of_batch(spec: Spec, step: int) -> float:
+    """Return the factor on the learning rate in a step with a smaller batch than that of the request."""
+    batch = spec.batches.batch_of(step)
+    if batch == spec.batch or spec.schedule.base_batch is None:
+        return 1.0
+    return _factor(spec, batch) / _factor(spec, spec.batch)
+
+
+def _factor(spec: Spec, batch: int) -> float:
+    ratio = batch / spec.schedule.base_batch if spec.schedule.base_batch is not None else 1.0
     return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[spec.schedule.lr_scale or "linear"]
 
 

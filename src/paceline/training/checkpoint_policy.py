@@ -112,14 +112,14 @@ class CheckpointPolicy:
         loss_scale = prepared.update.loss_scale
         index = checkpoint.Index(
             step=step,
-            samples=step * self.spec.batch,
+            samples=self.spec.batches.samples_before(step),
             epoch_samples=self.order.epoch_samples,
             task=self.spec.task,
             set=self.spec.set,
             plan=context.requested_plan,
             ranks=context.ranks,
             seed=self.spec.seed,
-            order=self.order.describe(step * self.spec.batch),
+            order=self.order.describe(self.spec.batches.samples_before(step)),
             own=bool(rank_state),
             loss_scale=dataclasses.asdict(loss_scale) if loss_scale is not None else None,
             metrics=metrics,

@@ -61,7 +61,9 @@ class Evaluator:
             return True
         if self.spec.evaluate_every is not None:
             return step % self.spec.evaluate_every == 0
-        epochs, epochs_before = (count * self.spec.batch // self.data.samples for count in (step, step - 1))
+        epochs, epochs_before = (
+            self.spec.batches.samples_before(count) // self.data.samples for count in (step, step - 1)
+        )
         return epochs > epochs_before
 
     def run(self, step: int, stop: Callable[[], bool]) -> Evaluated | None:

@@ -37,10 +37,12 @@ from paceline.parallel.buffer_comparison import describe_different_buffers
 from paceline.parallel.global_loss import check_global_loss
 from paceline.parallel.reduced_buffers import check_reduced_buffers
 from paceline.parallel.shared_gradients import measure_exchange_s
-from paceline.plan.plan import AUTO, Plan, ResolvedPlan, micro_batch_size, parse
+from paceline.plan.plan import AUTO, Plan, ResolvedPlan, parse
 from paceline.run import RunFolder
 from paceline.spec import Spec
 from paceline.task import Task
+from paceline.training.batch_scaling import lr_factor_of_batch
+from paceline.training.batches import check_batches
 from paceline.training.checkpoint_policy import CheckpointPolicy
 from paceline.training.ddp_warmup import warm_up_ddp
 from paceline.training.evaluate import Evaluator
@@ -162,7 +164,7 @@ def train(
             deadline=began + parse_duration_s(spec.max_time) if spec.max_time is not None else None,
         )
         resolved = context.plan
-        micro_batch_size(spec.batch, resolved)
+        check_batches(spec, task, resolved)
         data = open_data(spec, task, resolved)
         check_stop(spec, data.evaluated.keys())
         check_plateau(spec, data.evaluated.keys())
@@ -266,11 +268,13 @@ class TrainingLoop:
         self.heartbeat = heartbeat
         self.total = spec.total_steps(data.samples)
         self.schedule = resolve_schedule(spec, context.task, data.samples)
-        check_schedule(self.schedule, self.total * spec.batch, context.task)
+        self.batches = spec.batches
+        self.total_samples = self.batches.samples_before(self.total)
+        check_schedule(self.schedule, self.total_samples, context.task)
         prepared.step.on_phase = heartbeat.enter
         if isinstance(self.update, UpdateSequence):
             self.update.set_phases(heartbeat.enter)
-            self.update.set_length(context.task, spec.batch, data.samples, self.total * spec.batch)
+            self.update.set_length(context.task, spec.batch, data.samples, self.total_samples)
         self.batch_slice = context.batch_slice
         divides_batch = self.batch_slice.ranks * self.batch_slice.microbatches > 1
         self.workers = workers_per_rank(world.local_size, context.device, spec.data.workers)
@@ -282,7 +286,7 @@ class TrainingLoop:
         for done, step in self._find_first_passes():
             step.on_first_loss = FirstLossCheck(
                 step,
-                self.batch_slice.share,
+                self.batch_slice.of_step(done).share,
                 divides_batch and step.global_loss is None,
                 spec.allow_local_loss,
             )
@@ -405,7 +409,7 @@ class TrainingLoop:
     def _note_skipped(self, data_s: float) -> Iterator[Event]:
         """Report the cost of a resume that had to read a stream from its beginning."""
         if 0 < self.first == self.step - 1 and find_streams(self.data.training.dataset):
-            first = self.first * self.spec.batch % self.data.samples
+            first = self.batches.samples_before(self.first) % self.data.samples
             yield Noted(
                 step=self.step,
                 message=f"reading the stream up to sample {first:,} took {format_seconds(data_s)}",
@@ -429,8 +433,12 @@ class TrainingLoop:
             self.update.warm_up(micro_batches[0], self.step)
         self.guard.before_step(self.step)
         lr_factor = compute_lr_factor(
-            self.schedule, self.step * self.spec.batch, self.total * self.spec.batch, self.context.task
+            self.schedule,
+            self.batches.samples_before(self.step),
+            self.total_samples,
+            self.context.task,
         )
+        lr_factor *= lr_factor_of_batch(self.spec, self.step)
         if self.plateau is not None:
             lr_factor *= self.plateau.factor
         self.noise.measure(micro_batches, self.step)
@@ -517,7 +525,7 @@ class TrainingLoop:
             notes=(
                 *self.prepared.notes,
                 *self.checkpoints.resumed.notes,
-                *describe_streams(self.data.training, self.first * self.spec.batch),
+                *describe_streams(self.data.training, self.batches.samples_before(self.first)),
             ),
             lr_group=self.prepared.lr_group,
             facts=collect_start_facts(
@@ -556,13 +564,13 @@ class TrainingLoop:
             if 0 < self.skipped <= MAX_SKIPPED:
                 yield _describe_skipped(launched.step, metrics)
                 if has_loss:
-                    yield launched.event(metrics, self.spec.batch)
+                    yield launched.event(metrics, self.batches)
                 continue
             if not has_loss or not (has_norm or skips_overflows):
                 yield from self.checkpoints.report(wait=True)  # the user can go back to it
                 raise _diverged_error(launched.step, metrics, self.last_loss, self.context.run)
             self.last_loss = metrics.loss
-            yield launched.event(metrics, self.spec.batch)
+            yield launched.event(metrics, self.batches)
             if measured is not None:
                 yield measured
 

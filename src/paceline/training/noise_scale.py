@@ -66,7 +66,7 @@ class NoiseMeter:
 
     def __init__(self, spec: Spec, plan: ResolvedPlan, step: object, first: int):
         check_noise_scale(spec, plan, step)
-        self.every, self.first, self.batch, self.seed = spec.noise_scale, first, spec.batch, spec.seed
+        self.every, self.first, self.batches, self.seed = spec.noise_scale, first, spec.batches, spec.seed
         self.plan, self.update = plan, step
         self._variances: dict[int, Tensor] = {}  # by step: tr Σ
         # tr Σ and |G|² of the last measured steps
@@ -91,7 +91,9 @@ class NoiseMeter:
             norm = norm / update.loss_scale.scale
         for parameter in update.params:
             parameter.grad = None
-        self._variances[step + 1] = norm.square() * (self.batch * len(signs) / np.count_nonzero(signs))
+        self._variances[step + 1] = norm.square() * (
+            self.batches.batch_of(step) * len(signs) / np.count_nonzero(signs)
+        )
 
     def report(self, step: int, grad_norm: float) -> NoiseMeasured | None:
         """Return the estimate after a step, or None if it was not measured.
@@ -102,7 +104,7 @@ class NoiseMeter:
         if found is None:
             return None
         trace = float(found)
-        squared = grad_norm**2 - trace / self.batch
+        squared = grad_norm**2 - trace / self.batches.batch_of(step - 1)
         if not math.isfinite(trace) or not math.isfinite(squared):
             return None
         self._measured.append((trace, squared))

@@ -9,6 +9,11 @@ from paceline.errors import CheckpointError, CorruptionError
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_changes, describe_identity
 from paceline.training.guard.checkpoint_digest import can_digest, digest_weights, find_difference
+from paceline.errors import CheckpointError
+from paceline.spec import Spec
+from paceline.training.checkpoint import save as checkpoint
+from paceline.training.checkpoint.identity import describe_changes, describe_identity
+from paceline.training.checkpoint.save import Index
 from paceline.training.plateau import PlateauState, plateau_metric
 from paceline.training.setup import PreparedTraining, RankContext
 from paceline.training.stop_policy import StopState, get_metric
@@ -42,7 +47,7 @@ def resume(context: RankContext, prepared: PreparedTraining, order: Order) -> Re
         return ResumedState(notes=tuple(notes))
     checkpoint.check_same_model(path, index, spec.task, spec.set, prepared.model)
     for name, then, now in (
-        ("batch", index.samples // index.step, spec.batch),
+        ("batch", *_describe_batches(spec, index)),
         ("seed", index.seed, spec.seed),
         ("training samples", index.epoch_samples, order.epoch_samples),
         ("order of samples", index.order, order.describe(index.samples)),
@@ -105,3 +110,9 @@ def _check_digests(
             f"are as they were written: memory was corrupted while it was written or read; resume once more, "
             f"and if this repeats, move {path} away, so that an earlier checkpoint is used"
         )
+def _describe_batches(spec: Spec, index: Index) -> tuple[object, object]:
+    """Return what must be equal: the batch so far, or the samples so far if the batch changes."""
+    if spec.batches.is_constant and index.samples % index.step == 0:
+        return index.samples // index.step, spec.batch
+    samples = spec.batches.samples_before(index.step)
+    return f"{index.samples:,} samples in {index.step} steps", f"{samples:,} samples in {index.step} steps"

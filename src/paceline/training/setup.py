@@ -54,6 +54,7 @@ from paceline.spec import Optimizer, Spec
 from paceline.task import Task, read_layout
 from paceline.training.adaptive_clipping import AdaptiveClipping
 from paceline.training.batch_scaling import describe_scaling, lr_scale_factor, scale_optimizer
+from paceline.training.batches import changing_batches
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_modules
 from paceline.training.init.deferred_init import fill_
@@ -574,7 +575,8 @@ def _add_tensor_parallel_parts(
 
 
 def _batch_slice(spec: Spec, plan: ResolvedPlan, world: World) -> RankBatchSlice:
-    return RankBatchSlice(spec.batch, plan.microbatches, plan.place(world.rank).dp, plan.dp)
+    place = plan.place(world.rank)
+    return RankBatchSlice(spec.batch, plan.microbatches, place.dp, plan.dp, changing_batches(spec))
 
 
 def _group_along(plan: ResolvedPlan, rank: int, *axes: str) -> dist.ProcessGroup | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.errors import TaskError
 from paceline.events import Step
 from paceline.parallel.named_losses import check_same_names, name_losses
+from paceline.spec import StepBatches
 from paceline.training.gradient_norm import combine_norms
 
 REDUCE_EVERY_S = 0.1  # quicker steps share one reduction about this often
@@ -55,19 +56,19 @@ class LaunchedStep(NamedTuple):
     step_s: float
     time: float
 
-    def event(self, metrics: StepMetrics, batch: int) -> Step:
-        """Return the event of this step. `batch`: samples per step over all ranks."""
+    def event(self, metrics: StepMetrics, batches: StepBatches) -> Step:
+        """Return the event of this step. batches: samples of each step over all ranks."""
         return Step(
             time=self.time,
             step=self.step,
-            samples=self.step * batch,
+            samples=batches.samples_before(self.step),
             loss=metrics.loss,
             losses=dict(metrics.losses),
             grad_norm=metrics.grad_norm if math.isfinite(metrics.grad_norm) else None,
             lr=self.lr,
             step_s=self.step_s,
             data_s=self.data_s,
-            samples_per_s=batch / self.step_s,
+            samples_per_s=batches.batch_of(self.step - 1) / self.step_s,
         )
 
 
