@@ -77,7 +77,7 @@ class Sweep:
             "period": self.period,
             "from": str(self.source.resolve()) if self.source is not None else None,
         }
-        return json.loads(json.dumps(settings))  # type: ignore[no-any-return]
+        return dict(json.loads(json.dumps(settings)))
 
     def open(self) -> None:
         """Create the folder, or check that it is of this request. Raises RunError and SpecError."""

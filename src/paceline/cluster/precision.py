@@ -53,7 +53,7 @@ def choose_by_rates(cluster: Cluster) -> PrecisionChoice | None:
 
 def choose_by_peaks(cluster: Cluster) -> PrecisionChoice:
     """Return the choice by the published peaks of a GPU."""
-    peaks = {name: peak.value for name, peak in cluster.device.peaks_flops.items()}
+    peaks: dict[str, float] = {name: peak.value for name, peak in cluster.device.peaks_flops.items()}
     peaks |= {name: peak.value for name, peak in cluster.device.vector_flops.items() if name == "fp32"}
     names = _candidates(cluster)
     if "fp32" not in peaks or not any(name in peaks for name in names):

@@ -1,0 +1,132 @@
+"""Time of an update: the optimizers beside torch's fused AdamW, and the share of whole norms in a step.
+
+One process; the contenders alternate, so that a machine that drifts disturbs all equally. The model has 10.5
+million parameters in an MLP, as in steps.py.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline import Task
+from paceline.optimizer_options import OPTIMIZERS
+from paceline.plan.plan import ResolvedPlan
+from paceline.spec import Optimizer
+from paceline.training.optimizer import make_optimizer
+from paceline.training.optimizer_step import OptimizerStep
+from paceline.training.optimizers.whole_tensor import squares, trust_ratios
+
+BATCH = 256
+TORCH = "torch AdamW, fused"
+# Optimizers whose update of an element needs no other element
+ELEMENTWISE = ("adamw", "adam", "sgd", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta")
+
+
+def build_model() -> nn.Module:
+    sizes = (1024, 2048, 2048, 2048)
+    hidden = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(sizes[-1], 10))
+
+
+def build_update(name: str) -> Callable[[], None]:
+    """Return the update of an optimizer on a model of its own, with gradients."""
+    torch.manual_seed(0)
+    model = build_model()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    if name == TORCH:
+        return torch.optim.AdamW(model.parameters(), fused=True).step  # type: ignore[return-value]
+    step = OptimizerStep(make_optimizer(Task(), Optimizer(name=name), ResolvedPlan(), model))
+
+    def update() -> None:
+        with torch.no_grad():
+            step()
+
+    return update
+
+
+def seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def time_alternately(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each contender in each round; a first round is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for at in range(rounds + 1):
+        for name, run in contenders.items():
+            took = seconds(run)
+            if at:
+                times[name].append(took)
+    return times
+
+
+def describe(ratios: list[float]) -> str:
+    """Return the median of the ratios, and their quartiles if there are enough."""
+    median = f"{statistics.median(ratios):.3f}"
+    if len(ratios) < 4:
+        return median
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return f"{median} ({low:.3f}–{high:.3f})"
+
+
+def print_updates(names: list[str], rounds: int) -> None:
+    times = time_alternately(
+        {TORCH: build_update(TORCH)} | {name: build_update(name) for name in names}, rounds
+    )
+    base = times[TORCH]
+    print(f"{TORCH}: {1e3 * statistics.median(base):.2f} ms an update")
+    for name in names:
+        ratios = [reference / own for reference, own in zip(base, times[name], strict=True)]
+        print(f"{name:<10} {1e3 * statistics.median(times[name]):7.2f} ms, speed {describe(ratios)}")
+
+
+def print_norms(rounds: int) -> None:
+    """Print the time of norms and trust ratios as a share of a whole step with LAMB."""
+    torch.manual_seed(0)
+    model = build_model()
+    inputs, targets = torch.randn(BATCH, 1024), torch.randint(10, (BATCH,))
+    step = OptimizerStep(make_optimizer(Task(), Optimizer(name="lamb"), ResolvedPlan(), model))
+    weights = [parameter.detach() for parameter in model.parameters()]
+    updates = [torch.randn_like(weight) for weight in weights]
+
+    def train() -> None:
+        model.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        with torch.no_grad():
+            step()
+
+    def norms() -> None:
+        with torch.no_grad():
+            found = torch.stack(squares(weights, updates)).sqrt()
+            trust_ratios(found[:, 0], found[:, 1])
+
+    times = time_alternately({"step": train, "norms": norms}, rounds)
+    shares = [own / whole for own, whole in zip(times["norms"], times["step"], strict=True)]
+    print(f"a step with lamb at batch {BATCH}: {1e3 * statistics.median(times['step']):.1f} ms")
+    print(f"its norms and trust ratios: {100 * statistics.median(shares):.1f} % of it")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--optimizers", nargs="*", default=[*ELEMENTWISE, "lars", "lamb", "novograd"])
+    options = parser.parse_args()
+    if unknown := set(options.optimizers) - OPTIMIZERS.keys():
+        parser.error(f"unknown optimizers: {', '.join(sorted(unknown))}; known: {', '.join(OPTIMIZERS)}")
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
+    print_updates(options.optimizers, options.rounds)
+    print_norms(options.rounds)
+
+
+if __name__ == "__main__":
+    main()
