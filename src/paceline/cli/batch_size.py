@@ -132,6 +132,7 @@ def _prepare(
     from paceline.batch_size.sweep import Sweep
     from paceline.batch_size.target import parse_target
     from paceline.distributed.world import read_world
+    from paceline.launch.check_launch import count_devices
     from paceline.plan.search.rank_counts import parse_counts
     from paceline.training.model_facts.describe import describe
     from paceline.training.setup import open_training_samples
@@ -157,10 +158,11 @@ def _prepare(
         )
     largest = max(wanted)
     period = evaluate_samples or max(1, round(samples / EVALUATIONS_PER_EPOCH / largest)) * largest
+    ranks = launch.ranks or count_devices(launch.device)
     folder = Path(launch.run) if launch.run is not None else RUNS / _name_folder(spec.task)
     sweep = Sweep(
         spec,
-        launch.model_copy(update={"run": None}),
+        launch.model_copy(update={"run": None, "ranks": ranks}),
         wanted,
         parse_target(until),
         folder,

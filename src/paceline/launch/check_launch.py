@@ -46,7 +46,7 @@ def resolve_launch(
         )
     task = task if task is not None else tasks.load_task(spec.task, spec.set)
     ranks = (
-        me.size if me.launcher is not None else launch.ranks or launch.nodes * _count_devices(launch.device)
+        me.size if me.launcher is not None else launch.ranks or launch.nodes * count_devices(launch.device)
     )
     if me.launcher is None:
         check_even_split(ranks, launch.nodes)
@@ -61,7 +61,8 @@ def resolve_launch(
     return launch.model_copy(update={"ranks": ranks, "plan": str(plan)}), resolved, task
 
 
-def _count_devices(device: str | None) -> int:
+def count_devices(device: str | None) -> int:
+    """Return the ranks that a node has by default: one per GPU, or 1."""
     import torch
 
     return max(1, torch.cuda.device_count()) if device != "cpu" else 1
