@@ -576,6 +576,11 @@ def read_layout(task: Task) -> Layout:
     return layout
 
 
+def has_own_optimizer(task: Task) -> bool:
+    """Return whether the task defines its optimizer, instead of that of the request."""
+    return type(task).optimizer is not Task.optimizer
+
+
 def field_values(task: Task) -> dict[str, Any]:
     """Return the fields of a task, by name. A field that is a table is a dict."""
     return {field.name: _as_table(getattr(task, field.name)) for field in dataclasses.fields(task)}

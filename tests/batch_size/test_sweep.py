@@ -136,7 +136,18 @@ def test_command_is_resumed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_branches_of_a_run_have_its_state_and_its_next_samples(tmp_path: Path) -> None:
     """The branch with the batch of the run equals the run that continues; other batches start as it does."""
-    words = ("--lr", "0.003", "--batch", "64", "--ranks", "1", "--set", "schedule.base_batch=64")
+    words = (
+        "--lr",
+        "0.003",
+        "--batch",
+        "64",
+        "--ranks",
+        "1",
+        "--set",
+        "schedule.base_batch=64",
+        "--set",
+        "threads=1",
+    )
     rule = ("--set", "schedule.lr_scale=sqrt", "--set", "evaluate_every=2")
     succeed("train", "digits", "--steps", "8", *words, *rule, "--run-dir", "base", at=tmp_path)
     sweep = (

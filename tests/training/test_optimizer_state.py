@@ -18,7 +18,7 @@ from paceline.plan.model.facts import ModelFacts
 from paceline.plan.model.library import load_model
 from paceline.plan.plan import Plan, ResolvedPlan
 from paceline.spec import Optimizer
-from paceline.task import load_task
+from paceline.task import has_own_optimizer, load_task
 from paceline.training.model_facts.describe import describe
 from paceline.training.optimizer import make_optimizer
 
@@ -83,7 +83,9 @@ def test_memory_and_time_follow_the_optimizer(zero: int) -> None:
 def test_an_optimizer_of_the_task_is_taken_for_adamw() -> None:
     facts = load_model("gpt2")
     spec = Spec(optimizer=Optimizer(name="lion"))
-    assert recipe_of_request(spec, models.OwnOptimizer(), facts).optimizer == 8
-    recipe = recipe_of_request(spec, models.Points(), facts)
+    assert recipe_of_request(spec, facts, has_own_optimizer(models.OwnOptimizer())).optimizer == 8
+    recipe = recipe_of_request(spec, facts, has_own_optimizer(models.Points()))
     assert recipe.optimizer == 4
-    assert recipe is recipe_of_request(spec, models.Points(), facts), "caches compare recipes by identity"
+    assert recipe is recipe_of_request(spec, facts, has_own_optimizer(models.Points())), (
+        "caches compare recipes by identity"
+    )

@@ -13,7 +13,7 @@ from paceline.plan.cost_model.predict import predict
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import Plan, ResolvedPlan
 from paceline.spec import Spec
-from paceline.task import Task
+from paceline.task import Task, has_own_optimizer
 from paceline.training.model_facts.describe import SAMPLES, count_facts, describe
 from paceline.training.model_facts.op_counter import OpCounter
 
@@ -39,7 +39,14 @@ def measure(spec: Spec, task: Task, cluster: Cluster, device: torch.device) -> M
             facts = count_facts(OpCounter(model, task, {}), task, batch, SAMPLES)
             model.zero_grad()
         measured_s = time_step(ready_step, BUDGET_S).median_s
-    expected = predict(facts, Plan(dp=1), cluster, spec.batch, recipe_of_request(spec, task, facts), ranks=1)
+    expected = predict(
+        facts,
+        Plan(dp=1),
+        cluster,
+        spec.batch,
+        recipe_of_request(spec, facts, has_own_optimizer(task)),
+        ranks=1,
+    )
     compute_s = sum(part.value for part in expected.time.parts if part.name in COMPUTE_PARTS)
     rest_s = expected.step_s - compute_s
     return replace(facts, source="measured", slower=max(measured_s - rest_s, 0.1 * measured_s) / compute_s)

@@ -215,14 +215,16 @@ def _choose(
     from paceline.batch_size.choose import list_choices, pick_best
     from paceline.cli.plan_inputs import find_cluster
     from paceline.plan.cost_model.optimizer_state import recipe_of_request
-    from paceline.task import load_task
+    from paceline.task import has_own_optimizer, load_task
 
     machine = find_cluster(cluster)
     own = sweep.launch.ranks or 1
     most = most_ranks or max(own, machine.devices)
     ranks = sorted({own, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
     batches = (*sweep.batches, 2 * sweep.batches[-1])
-    recipe = recipe_of_request(sweep.spec, load_task(sweep.spec.task, sweep.spec.set), facts)
+    recipe = recipe_of_request(
+        sweep.spec, facts, has_own_optimizer(load_task(sweep.spec.task, sweep.spec.set))
+    )
     return pick_best(list_choices(curve, facts, recipe, machine, batches, ranks, None, price))
 
 

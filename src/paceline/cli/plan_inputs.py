@@ -17,7 +17,7 @@ def read_task_facts(
     """
     from paceline.cli.launching import read_request
     from paceline.plan.cost_model.optimizer_state import recipe_of_request
-    from paceline.task import load_task
+    from paceline.task import has_own_optimizer, load_task
 
     spec, _ = read_request(target, {"batch": batch, "precision": precision}, set)
     task = load_task(spec.task, spec.set)
@@ -33,7 +33,7 @@ def read_task_facts(
         from paceline.training.model_facts.describe import describe
 
         facts = describe(spec, task)
-    return facts, recipe_of_request(spec, task, facts), spec.batch
+    return facts, recipe_of_request(spec, facts, has_own_optimizer(task)), spec.batch
 
 
 def find_cluster(name: str | None) -> "Cluster":

@@ -247,7 +247,7 @@ def _predict(
     from paceline.errors import TaskError
     from paceline.plan.cost_model.optimizer_state import recipe_of_request
     from paceline.plan.search.best_plans import find_best_plans
-    from paceline.task import load_task
+    from paceline.task import has_own_optimizer, load_task
     from paceline.training.model_facts.describe import describe
 
     spec, _ = folder.request()
@@ -263,7 +263,7 @@ def _predict(
         cluster,
         started.batch,
         started.plan,
-        recipe_of_request(spec, task, facts),
+        recipe_of_request(spec, facts, has_own_optimizer(task)),
         started.ranks,
         others=others,
     )

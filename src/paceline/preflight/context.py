@@ -100,7 +100,7 @@ class PreflightContext:
         from paceline.plan.search.best_plans import find_best_plans
 
         self._check_device_is_known()
-        recipe = recipe_of_request(self.spec, self.task, self.facts)
+        recipe = recipe_of_request(self.spec, self.facts, tasks.has_own_optimizer(self.task))
         return find_best_plans(
             self.facts, self.cluster, self.spec.batch, str(self.plan), recipe, self.job.ranks
         ).plans[0][1]

@@ -18,6 +18,7 @@ from paceline.plan.search.search import MARGIN, search_plans
 from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import Results, Verdict
 from paceline.preflight.site_checks import can_requeue, find_time_limit_s
+from paceline.task import has_own_optimizer
 from paceline.units import format_bytes, format_seconds, several
 
 FILES_PER_RANK = 4  # log, heartbeat, and answers for the doctor
@@ -73,7 +74,7 @@ def _suggest_plan(context: PreflightContext, limit_bytes: float) -> str:
         add_assumptions(context.cluster)[0],
         context.spec.batch,
         MARGIN,
-        recipe_of_request(context.spec, context.task, context.facts),
+        recipe_of_request(context.spec, context.facts, has_own_optimizer(context.task)),
         count,
     )
     fitting = [

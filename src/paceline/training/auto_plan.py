@@ -16,7 +16,7 @@ from paceline.plan.cost_model.optimizer_state import recipe_of_request
 from paceline.plan.plan import Plan, parse
 from paceline.plan.search.best_plans import find_best_plans
 from paceline.spec import Spec
-from paceline.task import Task
+from paceline.task import Task, has_own_optimizer
 from paceline.training.model_analysis import build_meta_model, validate_plan
 from paceline.training.model_facts.describe import describe
 from paceline.units import format_bytes, format_seconds
@@ -64,7 +64,11 @@ def choose_plan(
         cluster = cluster.model_copy(update={"nodes": nodes})
     facts = describe(spec, task)
     found = find_best_plans(
-        facts, cluster, spec.batch, recipe=recipe_of_request(spec, task, facts), ranks=ranks
+        facts,
+        cluster,
+        spec.batch,
+        recipe=recipe_of_request(spec, facts, has_own_optimizer(task)),
+        ranks=ranks,
     )
     refused: list[str] = []
     possible = _find_trainable(found.plans, spec, task, ranks, refused)

@@ -6,7 +6,7 @@ from paceline.plan.cost_model.optimizer_state import recipe_of_request
 from paceline.plan.plan import Plan
 from paceline.plan.search.best_plans import BestPlans, find_best_plans
 from paceline.spec import Spec
-from paceline.task import Task, load_task
+from paceline.task import Task, has_own_optimizer, load_task
 from paceline.training.model_facts.describe import describe
 
 
@@ -41,5 +41,5 @@ def find_plans(
     wanted = str(plan) if plan is not None else None
     task = task if task is not None else load_task(spec.task, spec.set)
     facts = describe(spec, task)
-    recipe = recipe_of_request(spec, task, facts)
+    recipe = recipe_of_request(spec, facts, has_own_optimizer(task))
     return find_best_plans(facts, cluster, spec.batch, wanted, recipe, ranks, tokens, price)

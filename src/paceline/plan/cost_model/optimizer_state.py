@@ -7,19 +7,18 @@ from paceline.optimizer_options import count_moments
 from paceline.plan.cost_model.framework_profiles import Recipe, recipe_of_precision
 from paceline.plan.model.facts import ModelFacts
 from paceline.spec import Optimizer, Spec
-from paceline.task import Task
 
 FLOAT32_BYTES = 4.0
 
 
-def recipe_of_request(spec: Spec, task: Task, facts: ModelFacts) -> Recipe:
+def recipe_of_request(spec: Spec, facts: ModelFacts, has_own_optimizer: bool) -> Recipe:
     """Return Paceline's recipe for the precision and the optimizer of a request.
 
-    An optimizer that the task defines is unknown, and taken for AdamW. Raises PlanError for a precision that
-    cannot be predicted.
+    has_own_optimizer: whether the task defines one, which is unknown, and taken for AdamW. Raises PlanError
+    for a precision that cannot be predicted.
     """
     recipe = recipe_of_precision(spec.precision)
-    if type(task).optimizer is not Task.optimizer:
+    if has_own_optimizer:
         return recipe
     return _with_moments(recipe, moments_per_weight(spec.optimizer, facts))
 
