@@ -17,7 +17,8 @@ from paceline.cluster.published import find
 
 ROOT = Path(__file__).parents[1]
 EVENTS = {
-    *("Event", "Started", "Step", "Noted", "Profiled", "Evaluated", "Saved", "Failed", "Stalled", "Ended")
+    *("Event", "Started", "Step", "Noted", "Profiled", "NoiseMeasured", "Evaluated", "Saved", "Failed"),
+    *("Stalled", "Ended"),
 }
 ERRORS = {
     *("Error", "SpecError", "TaskError", "DataError", "PlanError", "ClusterError", "LaunchError"),

@@ -201,6 +201,8 @@ def test_set_reaches_every_key(tmp_path):
         "optimizer.ns_coefficients": "[3.0, -4.0, 2.0]",
         "optimizer.ns_precision": "full",
         "optimizer.adjust_lr": "original",
+        "spec.batch_schedule": "8:100",
+        "spec.batch_warmup": "8:100",
     }
     values |= {f"optimizer.{key}": 0.5 for key in ("momentum", "rho")}
     owners = {

@@ -110,7 +110,7 @@ SWEEP = ("batch-size", "digits", "--batches", "64,256", "--until", "accuracy>=0.
 @pytest.mark.processes
 @pytest.mark.slow
 def test_command_is_resumed(tmp_path: Path) -> None:
-    options = ("--json", "a.json", "--plot", "a.svg", "--set", "noise_scale=5")
+    options = ("--json", "a.json", "--plot", "a.svg", "--noise-scale", "5")
     done = succeed(*SWEEP, *options, at=tmp_path)
     found = json.loads((tmp_path / "a.json").read_text())
     assert [row["batch"] for row in found["rows"]] == [64, 256]
@@ -124,7 +124,7 @@ def test_command_is_resumed(tmp_path: Path) -> None:
     assert "knee" in done.out
     assert (tmp_path / "a.svg").stat().st_size > 1000
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cmp/*/events.jsonl")}
-    succeed(*SWEEP, "--set", "noise_scale=5", "--json", "b.json", at=tmp_path)
+    succeed(*SWEEP, "--noise-scale", "5", "--json", "b.json", at=tmp_path)
     assert json.loads((tmp_path / "b.json").read_text())["rows"] == found["rows"]
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("cmp/*/events.jsonl")} == before
     refused = paceline(*SWEEP, at=tmp_path)
@@ -148,7 +148,7 @@ def test_branches_of_a_run_have_its_state_and_its_next_samples(tmp_path: Path) -
         "--set",
         "threads=1",
     )
-    rule = ("--set", "schedule.lr_scale=sqrt", "--set", "evaluate_every=2")
+    rule = ("--set", "schedule.lr_scale=sqrt", "--set", "spec.evaluate_every=2")
     succeed("train", "digits", "--steps", "8", *words, *rule, "--run-dir", "base", at=tmp_path)
     sweep = (
         "batch-size",

@@ -44,9 +44,9 @@ def test_parse_rank_counts(text, counts):
     [
         ("1,2,4,…,100", "does not reach 100; end it with 64 or 128"),
         ("64:8", "end it with 64"),
-        ("1,2,x", "'x' is not a number of ranks"),
-        ("0:8", "at least 1 rank"),
-        ("-4", "not a number of ranks"),
+        ("1,2,x", "'x' is not a whole number"),
+        ("0:8", "each number must be at least 1"),
+        ("-4", "not a whole number"),
         ("…,8", "must stand between"),
         ("1,2,…", "must stand between"),
         ("1,…,4,…,8", "must stand between"),

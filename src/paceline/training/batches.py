@@ -20,7 +20,7 @@ def check_batches(spec: Spec, task: Task, plan: ResolvedPlan) -> None:
     if spec.batches.is_constant:
         return
     option = "batch_schedule" if spec.batch_schedule is not None else "batch_warmup"
-    if plan.servers is not None or plan.uneven:
+    if plan.servers is not None or plan.uneven or plan.pp > 1:  # stages exchange tensors of one shape
         raise PlanError(f"plan {plan} requires one batch; leave {option} out")
     if has_global_loss(task) or type(task).updates is not Task.updates:
         raise SpecError(
