@@ -9,10 +9,10 @@ import functools
 from paceline.cluster.facts import Cluster
 from paceline.errors import DataError, PlanError
 from paceline.plan.cost_model.cost import Cost, compute_bill
-from paceline.plan.cost_model.framework_profiles import recipe_of_precision
+from paceline.plan.cost_model.optimizer_state import recipe_of_request
 from paceline.plan.search.best_plans import find_best_plans
 from paceline.spec import Launch, Spec
-from paceline.task import Task, load_task
+from paceline.task import Task, has_own_optimizer, load_task
 from paceline.tuning.placement import Placement, RefusedTrial
 from paceline.tuning.quantities import Bound, format_quantity
 from paceline.user_code import UserCode
@@ -36,7 +36,7 @@ def predict_trial(spec: Spec, launch: Launch, ranks: int) -> Placement:
 
     task = load_task(spec.task, spec.set)
     facts = describe(spec, task)
-    cluster, recipe = _load_cluster(launch.device), recipe_of_precision(spec.precision)
+    cluster, recipe = _load_cluster(launch.device), recipe_of_request(spec, facts, has_own_optimizer(task))
     plan = launch.plan or ("ddp" if ranks > 1 else "single")
     if plan != "auto":
         found = find_best_plans(facts, cluster, spec.batch, plan, recipe, ranks)
