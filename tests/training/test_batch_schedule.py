@@ -74,6 +74,7 @@ def test_epochs_are_those_of_the_samples() -> None:
     assert Spec(batch=12, epochs=2).total_steps(29) == 5
 
 
+@pytest.mark.processes
 def test_losses_are_those_of_constant_batches_in_turn() -> None:
     """The first phase equals a training with its batch; a following one differs from it."""
     growing = train_on_ranks(1, models.Points(), Spec(batch=12, steps=6, batch_schedule="4:12", **BASE))
@@ -82,6 +83,7 @@ def test_losses_are_those_of_constant_batches_in_turn() -> None:
     assert growing.losses[3] != small.losses[3]
 
 
+@pytest.mark.processes
 def test_learning_rate_follows_the_batch() -> None:
     rates = {}
     for rule in ("linear", "sqrt", "none"):
@@ -160,7 +162,7 @@ def test_plans_that_need_one_batch() -> None:
     spec = Spec(batch=12, batch_schedule="4:10,6:20")
     with pytest.raises(PlanError, match="batch 6 is not divisible by"):
         check_batches(spec, models.Points(), parse("ddp").resolve(4))
-    for plan in ("parameter-server", "pp=3"):
+    for plan in ("parameter-server", "pp=3,microbatches=2"):
         with pytest.raises(PlanError, match="requires one batch; leave batch_schedule out"):
             check_batches(spec, models.Points(), parse(plan).resolve(3))
 
