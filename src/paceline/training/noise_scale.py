@@ -81,11 +81,12 @@ class NoiseMeter:
         signs = draw_signs(self.seed, step, self.plan.dp * self.plan.microbatches)
         # In the order of the samples, so that plans with as many parts measure the same.
         update.signs = signs[update.place.dp :: self.plan.dp].tolist()
+        on_loss, update.on_loss = update.on_loss, None  # the pass repeats the losses of the step
         try:
             with preserved_buffers(update.model):
                 update.compute_gradients(batches, step)
         finally:
-            update.signs = None
+            update.signs, update.on_loss = None, on_loss
         norm = update.norm.global_norm()
         if update.loss_scale is not None:
             norm = norm / update.loss_scale.scale

@@ -6,14 +6,10 @@ from pathlib import Path
 
 from paceline.data.order import Order
 from paceline.errors import CheckpointError, CorruptionError
-from paceline.training.checkpoint import save as checkpoint
-from paceline.training.checkpoint.identity import describe_changes, describe_identity
-from paceline.training.guard.checkpoint_digest import can_digest, digest_weights, find_difference
-from paceline.errors import CheckpointError
 from paceline.spec import Spec
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_changes, describe_identity
-from paceline.training.checkpoint.save import Index
+from paceline.training.guard.checkpoint_digest import can_digest, digest_weights, find_difference
 from paceline.training.plateau import PlateauState, plateau_metric
 from paceline.training.setup import PreparedTraining, RankContext
 from paceline.training.stop_policy import StopState, get_metric
@@ -110,7 +106,9 @@ def _check_digests(
             f"are as they were written: memory was corrupted while it was written or read; resume once more, "
             f"and if this repeats, move {path} away, so that an earlier checkpoint is used"
         )
-def _describe_batches(spec: Spec, index: Index) -> tuple[object, object]:
+
+
+def _describe_batches(spec: Spec, index: checkpoint.Index) -> tuple[object, object]:
     """Return what must be equal: the batch so far, or the samples so far if the batch changes."""
     if spec.batches.is_constant and index.samples % index.step == 0:
         return index.samples // index.step, spec.batch

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from paceline.data.loader import Batch, RankBatchSlice, batches, training_parts
 from paceline.data.ragged import agree_on_longest
+from paceline.training.batches import changing_batches
 from paceline.training.guard.digest import digest
 from paceline.training.guard.verdict import Corruption
 from paceline.training.setup import RankContext, TrainingData
@@ -42,7 +43,10 @@ class LossRecomputation:
         """Return the first micro-batch of a rank in a step, read again."""
         spec, plan = self.context.spec, self.context.plan
         parts = training_parts(
-            RankBatchSlice(spec.batch, plan.microbatches, rank, plan.dp), self.data.order, step, step + 1
+            RankBatchSlice(spec.batch, plan.microbatches, rank, plan.dp, changing_batches(spec)),
+            self.data.order,
+            step,
+            step + 1,
         )
         agree = agree_on_longest(None, self.context.device)
         source = batches(self.data.training, parts, self.context.device, 0, 1, plan.microbatches, agree)
