@@ -3,8 +3,8 @@
 They are read from TOML and overridden by `key=value`. A contradiction is an error; values are never repaired.
 """
 
-from paceline.spec.guard import Guard
 from paceline.spec.batch_schedule import StepBatches
+from paceline.spec.guard import Guard
 from paceline.spec.keys import KEYS, TABLES, keys, set_key
 from paceline.spec.launch import Launch, parse_monitor
 from paceline.spec.loading import Loading, MixtureWeights

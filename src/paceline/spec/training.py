@@ -8,8 +8,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from paceline.errors import SpecError
-from paceline.spec.guard import Guard
 from paceline.spec.batch_schedule import StepBatches, build_batches
+from paceline.spec.guard import Guard
 from paceline.spec.loading import Loading
 from paceline.spec.messages import abbreviate
 from paceline.spec.optimizer import Optimizer
