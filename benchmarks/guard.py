@@ -19,15 +19,15 @@ from paceline import Spec, Step, Task, train
 from paceline.cluster.cpu import read_cpu
 from paceline.launch.rank_pool import Ranks
 from paceline.plan.plan import parse
-from paceline.spec import Guard, Save
+from paceline.spec import Save, WeightGuard
 from paceline.training.guard.digest import digest
 from paceline.training.guard.replica_guard import ReplicaGuard
 
 EVERY = 100
 GUARDS = {
-    "every": Guard(every=EVERY),
-    "locate": Guard(every=EVERY, locate=True),
-    "recompute": Guard(every=EVERY, recompute=True),
+    "every": WeightGuard(every=EVERY),
+    "locate": WeightGuard(every=EVERY, locate=True),
+    "recompute": WeightGuard(every=EVERY, recompute=True),
 }
 CALLS = ("before_step", "_record_gradients", "after_step", "compare")
 
@@ -62,7 +62,7 @@ class Layers(Task):
         return nn.functional.cross_entropy(output, batch[1], reduction="none")
 
 
-def measure(width: int, guard: Guard, num_steps: int) -> GuardTimes:
+def measure(width: int, guard: WeightGuard, num_steps: int) -> GuardTimes:
     """Train on this rank, and return the times."""
     spent = 0.0
 

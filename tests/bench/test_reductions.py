@@ -97,7 +97,15 @@ def test_several_numbers_of_ranks_in_one_run(tmp_path: Path) -> None:
     drawn = (tmp_path / "a.svg").read_text()
     assert "2 ranks" in drawn
     assert "3 ranks" in drawn
-    assert {link.collective for link in links_from_fits(result.summary)} == {"all-reduce"}
+
+
+def test_only_sums_of_the_default_algorithm_become_links() -> None:
+    plain, other = make_rows({2: 1e-4}), make_rows({2: 1e-4}, "all-reduce-max")
+    swept = [{**row, "algorithm": "Tree"} for row in make_rows({2: 1e-4}, "reduce")]
+    rows = [{**row, "spans": "node"} for row in (*plain, *other, *swept)]
+    summary = fit_rows(rows)
+    assert len(summary) == 3
+    assert {link.collective for link in links_from_fits(summary)} == {"all-reduce"}
 
 
 @pytest.mark.mpi("mpirun")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from command import find_marked_processes, paceline, start, write_task
-from paceline.drill.matrix import PLANS, Trial, TrialFile, TrialResult, build_matrix, summarize
+from paceline.drill.matrix import PLANS, DrillTrial, TrialFile, TrialResult, build_matrix, summarize
 from paceline.errors import RunError
 from paceline.plan.plan import parse
 
-TRIAL = Trial(task="t", batch=8, steps=12, seed=0, plan="ddp", ranks=2, fault="kill", moment=5)
+TRIAL = DrillTrial(task="t", batch=8, steps=12, seed=0, plan="ddp", ranks=2, fault="kill", moment=5)
 RESULT = TrialResult(trial=TRIAL, verdict="holds", step=4, rank=1)
 
 

@@ -17,7 +17,7 @@ from paceline import RunFolder, Spec, train
 from paceline.drill.bit_flip import MANTISSA_BITS, flip_bit
 from paceline.errors import CorruptionError, PlanError
 from paceline.plan.plan import parse
-from paceline.spec import Guard, Optimizer, Save
+from paceline.spec import Optimizer, Save, WeightGuard
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.guard.digest import SMALL, WIDTH, digest
 from paceline.training.guard.recompute import find_wrong_losses
@@ -169,7 +169,7 @@ def test_suspects_are_kept_in_the_run(tmp_path: Path) -> None:
 # Trainings on ranks
 
 
-def request(guard: Guard | None = None, **fields: Any) -> Spec:
+def request(guard: WeightGuard | None = None, **fields: Any) -> Spec:
     return Spec(
         steps=STEPS,
         batch=24,
@@ -177,7 +177,7 @@ def request(guard: Guard | None = None, **fields: Any) -> Spec:
         optimizer=Optimizer(lr=1e-2),
         save=Save(every=4, minutes=float("inf")),
         threads=1,
-        guard=guard or Guard(),
+        guard=guard or WeightGuard(),
         **fields,
     )
 
@@ -227,21 +227,21 @@ def train_with_flip(
 @pytest.mark.parametrize(
     ("size", "plan", "what", "guard", "expected"),
     [
-        (3, "ddp", "gradient", Guard(every=4), "rank 1 holds other weights than ranks 0, 2;"),
+        (3, "ddp", "gradient", WeightGuard(every=4), "rank 1 holds other weights than ranks 0, 2;"),
         (
             3,
             "ddp",
             "gradient",
-            Guard(every=4, locate=True),
+            WeightGuard(every=4, locate=True),
             "rank 1 holds other weights than ranks 0, 2 since step 6;",
         ),
-        (2, "ddp", "gradient", Guard(every=4), "ranks 0, 1 hold different weights, and none is in"),
+        (2, "ddp", "gradient", WeightGuard(every=4), "ranks 0, 1 hold different weights, and none is in"),
         *(
             (
                 2,
                 plan,
                 "weight",
-                Guard(every=4, locate=True),
+                WeightGuard(every=4, locate=True),
                 "the weights of rank 1 changed outside of an update, before the update of step 6;",
             )
             for plan in ("ddp", "zero1", "zero2", "zero3")
@@ -250,7 +250,7 @@ def train_with_flip(
     ids=["majority", "located", "pair", "ddp", "zero1", "zero2", "zero3"],
 )
 def test_flips_are_found_at_the_next_comparison(
-    size: int, plan: str, what: str, guard: Guard, expected: str, tmp_path: Path
+    size: int, plan: str, what: str, guard: WeightGuard, expected: str, tmp_path: Path
 ) -> None:
     spec = request(guard)
     results = ranks(size)(train_with_flip, plan, what, 1, 5, 1, spec, tmp_path)
@@ -275,7 +275,7 @@ def test_the_flip_is_not_found_without_comparisons() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", ["ddp", "zero3", "ddp,microbatches=2"])
 def test_comparisons_change_nothing(plan: str) -> None:
-    guard = Guard(every=2, locate=True, recompute=True)
+    guard = WeightGuard(every=2, locate=True, recompute=True)
     task = models.NormedImages()
     plain = train_on_ranks(2, task, request(precision="fp64"), plan)
     guarded = train_on_ranks(2, task, request(guard, precision="fp64"), plan)
@@ -310,7 +310,10 @@ def train_wrongly(plan: str, spec: Spec) -> str:
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", ["ddp", "zero3"])
 def test_a_loss_that_another_rank_cannot_repeat_is_found(plan: str) -> None:
-    for guard, is_found in ((Guard(every=1, recompute=True), True), (Guard(every=1, locate=True), False)):
+    for guard, is_found in (
+        (WeightGuard(every=1, recompute=True), True),
+        (WeightGuard(every=1, locate=True), False),
+    ):
         messages = ranks(2)(train_wrongly, plan, request(guard))
         assert all(("rank 1 did not repeat its loss of step" in message) == is_found for message in messages)
 
@@ -320,19 +323,19 @@ def test_a_loss_that_another_rank_cannot_repeat_is_found(plan: str) -> None:
     [
         (
             "zero3",
-            Guard(every=5),
+            WeightGuard(every=5),
             "guard.every=5 compares replicas, and plan zero3 has a single copy of each weight; add "
             "guard.locate=true, which finds weights that change between two updates",
         ),
         (
             "local-sgd,period=2",
-            Guard(every=5),
+            WeightGuard(every=5),
             "guard.every=5 compares weights, and plan local-sgd,period=2 has other weights on each rank; "
             "leave it out",
         ),
         (
             "tp=2",
-            Guard(every=5, recompute=True),
+            WeightGuard(every=5, recompute=True),
             "guard.recompute=true requires data ranks that hold the whole model, which plan tp=2 does not "
             "have; leave it out",
         ),
@@ -340,7 +343,7 @@ def test_a_loss_that_another_rank_cannot_repeat_is_found(plan: str) -> None:
     ids=["zero3", "local-sgd", "tp"],
 )
 @pytest.mark.processes
-def test_impossible_comparisons_are_errors(plan: str, guard: Guard, message: str) -> None:
+def test_impossible_comparisons_are_errors(plan: str, guard: WeightGuard, message: str) -> None:
     assert ranks(2)(find_error, plan, request(guard)) == [message, message]
 
 
@@ -379,16 +382,16 @@ def resume_run(plan: str, spec: Spec, run: Path, flips: bool) -> str:
 @pytest.mark.parametrize(
     ("size", "written", "read", "flips", "guard"),
     [
-        (2, "ddp", "zero3", False, Guard(every=4)),
-        (2, "zero3", "ddp", False, Guard(every=4, locate=True)),
-        (3, "zero3", "zero2", True, Guard(every=4, locate=True)),
-        (2, "ddp", "ddp", True, Guard(every=4)),
-        (2, "ddp", "ddp", True, Guard()),
+        (2, "ddp", "zero3", False, WeightGuard(every=4)),
+        (2, "zero3", "ddp", False, WeightGuard(every=4, locate=True)),
+        (3, "zero3", "zero2", True, WeightGuard(every=4, locate=True)),
+        (2, "ddp", "ddp", True, WeightGuard(every=4)),
+        (2, "ddp", "ddp", True, WeightGuard()),
     ],
     ids=["to zero3", "to ddp", "zero3 flipped", "ddp flipped", "no guard"],
 )
 def test_loaded_weights_are_compared_with_those_before_the_save(
-    size: int, written: str, read: str, flips: bool, guard: Guard, tmp_path: Path
+    size: int, written: str, read: str, flips: bool, guard: WeightGuard, tmp_path: Path
 ) -> None:
     assert ranks(size)(resume_run, written, request(guard), tmp_path, False) == [""] * size
     longer = request().model_copy(update={"steps": STEPS + 2})
@@ -400,7 +403,7 @@ def test_loaded_weights_are_compared_with_those_before_the_save(
 # Long sweeps
 
 
-def count_alarms(plan: str, steps: int, guard: Guard) -> str:
+def count_alarms(plan: str, steps: int, guard: WeightGuard) -> str:
     spec = request(guard).model_copy(update={"steps": steps, "save": Save(minutes=float("inf"))})
     try:
         list(train(spec, parse(plan), task=models.Points()))
@@ -413,7 +416,7 @@ def count_alarms(plan: str, steps: int, guard: Guard) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ddp", "zero3"])
 def test_ten_thousand_healthy_steps_raise_no_alarm(plan: str) -> None:
-    guard = Guard(every=10, locate=True, recompute=True)
+    guard = WeightGuard(every=10, locate=True, recompute=True)
     assert ranks(2)(count_alarms, plan, 10_000, guard, timeout_s=500.0) == ["", ""]
 
 
@@ -421,7 +424,7 @@ def test_ten_thousand_healthy_steps_raise_no_alarm(plan: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])
 def test_all_flipped_weights_are_found(plan: str) -> None:
-    guard = Guard(every=4, locate=True)
+    guard = WeightGuard(every=4, locate=True)
     for seed in range(25):
         step, rank = 1 + seed % 6, seed % 2
         for message, done in ranks(2)(train_with_flip, plan, "weight", rank, step, seed, request(guard)):

@@ -28,7 +28,7 @@ from paceline.units import several
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.drill.matrix import Trial, TrialFile
+    from paceline.drill.matrix import DrillTrial, TrialFile
     from paceline.drill.run import Drill, FaultOutcome
 
 Option = typer.Option
@@ -141,10 +141,10 @@ def _run_all(spec: Spec, launch: Launch, faults: list[Fault], rounds: int, recor
     console = Console(highlight=False, emoji=False, soft_wrap=True)
     with contextlib.ExitStack() as at_end:
         file = at_end.enter_context(contextlib.closing(TrialFile(record)))
-        chosen: list[Trial] = []
+        chosen: list[DrillTrial] = []
         at_end.callback(_print_matrix, console, file, chosen, faults)  # also after an interruption
         status = at_end.enter_context(console.status(""))
-        todo: list[tuple[Drill, list[tuple[Trial, FaultMoment]]]] = []
+        todo: list[tuple[Drill, list[tuple[DrillTrial, FaultMoment]]]] = []
         for plan, ranks in PLANS:
             try:
                 drill = _prepare(
@@ -163,7 +163,9 @@ def _run_all(spec: Spec, launch: Launch, faults: list[Fault], rounds: int, recor
     return int(any(result.verdict == "fails" for result in results))
 
 
-def _print_matrix(console: "Console", file: "TrialFile", chosen: "list[Trial]", faults: list[Fault]) -> None:
+def _print_matrix(
+    console: "Console", file: "TrialFile", chosen: "list[DrillTrial]", faults: list[Fault]
+) -> None:
     """Print the results of the drills so far."""
     from rich.table import Table
 

@@ -4,14 +4,14 @@ import shutil
 from collections.abc import Callable, Sequence
 
 from paceline.drill.faults import FaultMoment
-from paceline.drill.matrix import Trial, TrialFile, TrialResult, Verdict
+from paceline.drill.matrix import DrillTrial, TrialFile, TrialResult, Verdict
 from paceline.drill.run import Drill, FaultOutcome
 from paceline.units import several
 
 
-def identify(drill: Drill, plan: str, moment: FaultMoment) -> Trial:
+def identify(drill: Drill, plan: str, moment: FaultMoment) -> DrillTrial:
     """Return the identity of a drill. plan: in the words of the table."""
-    return Trial(
+    return DrillTrial(
         task=drill.spec.task,
         batch=drill.spec.batch,
         steps=drill.steps,
@@ -25,7 +25,7 @@ def identify(drill: Drill, plan: str, moment: FaultMoment) -> Trial:
 
 def run_trials(
     drill: Drill,
-    trials: Sequence[tuple[Trial, FaultMoment]],
+    trials: Sequence[tuple[DrillTrial, FaultMoment]],
     file: TrialFile,
     show: Callable[[str], None],
 ) -> None:
@@ -49,7 +49,7 @@ def run_trials(
             shutil.rmtree(drill.folder, ignore_errors=True)
 
 
-def _build_result(trial: Trial, outcome: FaultOutcome) -> TrialResult:
+def _build_result(trial: DrillTrial, outcome: FaultOutcome) -> TrialResult:
     verdict: Verdict = "holds"
     if outcome.untried is not None:
         verdict = "not tried"

@@ -10,7 +10,7 @@ from paceline.drill.inject import FaultContext, UntriedFault
 from paceline.drill.training import UnexpectedCourse
 from paceline.events import Failed
 from paceline.plan.plan import ResolvedPlan
-from paceline.spec import Guard
+from paceline.spec import WeightGuard
 
 REFUSED = ("guard.every=", "guard.recompute=")  # begin messages about what the plan or the task excludes
 
@@ -23,13 +23,13 @@ class FlippedTraining(NamedTuple):
     starts: int
 
 
-def choose_guard(fault: Fault, plan: ResolvedPlan, steps: int) -> Guard | None:
+def choose_guard(fault: Fault, plan: ResolvedPlan, steps: int) -> WeightGuard | None:
     """Return the comparisons with which a training finds a flipped bit, where its plan allows that."""
     if fault.flips is None:
         return None
     if fault.flips in ("activation", "data") and can_recompute(plan):
-        return Guard(every=1, recompute=True)
-    return Guard(every=choose_save_every(steps), locate=True)
+        return WeightGuard(every=1, recompute=True)
+    return WeightGuard(every=choose_save_every(steps), locate=True)
 
 
 def can_recompute(plan: ResolvedPlan) -> bool:

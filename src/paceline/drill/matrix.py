@@ -35,7 +35,7 @@ MAX_BYTES = 2**28
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class DrillTrial:
     """Identity of a drill: what is trained, and which fault disturbs it when."""
 
     task: str
@@ -52,7 +52,7 @@ class Trial:
 class TrialResult:
     """The result of a drill, a line of the file."""
 
-    trial: Trial
+    trial: DrillTrial
     verdict: Verdict
     step: int
     rank: int
@@ -68,7 +68,7 @@ class TrialFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self.results: dict[Trial, TrialResult] = {}
+        self.results: dict[DrillTrial, TrialResult] = {}
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
             with contextlib.closing(open_regular(path)) as file:

@@ -8,7 +8,7 @@ from paceline.drill.faults import choose_save_every
 from paceline.drill.training import PACE, SAMPLE_LOG
 from paceline.errors import SpecError
 from paceline.plan.plan import ResolvedPlan
-from paceline.spec import Guard, Launch, Spec, Stop
+from paceline.spec import Launch, Spec, Stop, WeightGuard
 
 TASK, REQUEST = "sample_log_task.py", "request.toml"
 SOURCE = '''"""The task of a drill."""
@@ -31,7 +31,7 @@ def write_request(
     launch: Launch,
     plan: ResolvedPlan,
     timeout_s: float | None = None,
-    guard: Guard | None = None,
+    guard: WeightGuard | None = None,
 ) -> None:
     """Create a folder with task and request.
 
@@ -64,6 +64,6 @@ def write_request(
         "stop": Stop(),
         "evaluate_splits": (),
         "timeout_s": timeout_s or spec.timeout_s,
-        "guard": guard or Guard(),
+        "guard": guard or WeightGuard(),
     }
     specs.save(folder / REQUEST, spec.model_copy(update=changes), launch)

@@ -4,7 +4,7 @@ They are read from TOML and overridden by `key=value`. A contradiction is an err
 """
 
 from paceline.spec.batch_schedule import StepBatches
-from paceline.spec.guard import Guard
+from paceline.spec.guard import WeightGuard
 from paceline.spec.keys import KEYS, TABLES, keys, set_key
 from paceline.spec.launch import Launch, parse_monitor
 from paceline.spec.loading import Loading, MixtureWeights
@@ -31,7 +31,6 @@ __all__ = [
     "SCHEDULE_OWNERS",
     "TABLES",
     "TOO_LARGE",
-    "Guard",
     "Launch",
     "Loading",
     "MixtureWeights",
@@ -43,6 +42,7 @@ __all__ = [
     "StepBatches",
     "Stop",
     "Value",
+    "WeightGuard",
     "abbreviate",
     "apply_overrides",
     "build",

@@ -7,10 +7,10 @@ from pydantic import Field, model_validator
 from paceline.spec.values import MAX_INT, Value
 
 
-class Guard(Value):
+class WeightGuard(Value):
     """When ranks compare the bits of their weights, to find memory and processors that corrupt them silently.
 
-    Guard(every=100, locate=True)
+    WeightGuard(every=100, locate=True)
     """
 
     every: int | None = Field(

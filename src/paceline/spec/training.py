@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from paceline.errors import SpecError
 from paceline.spec.batch_schedule import StepBatches, build_batches
-from paceline.spec.guard import Guard
+from paceline.spec.guard import WeightGuard
 from paceline.spec.loading import Loading
 from paceline.spec.messages import abbreviate
 from paceline.spec.optimizer import Optimizer
@@ -153,7 +153,9 @@ class Spec(Value):
     schedule: Schedule = Field(default=Schedule(), description="a Schedule: the course of the learning rate")
     save: Save = Field(default=Save(), description="a Save: when to write checkpoints")
     stop: Stop = Field(default=Stop(), description="a Stop: when a metric ends the training")
-    guard: Guard = Field(default=Guard(), description="a Guard: search for silently corrupted weights")
+    guard: WeightGuard = Field(
+        default=WeightGuard(), description="a WeightGuard: search for silently corrupted weights"
+    )
     data: Loading = Field(default=Loading(), description="a Loading: how samples are read")
 
     @field_validator("max_time", mode="before")

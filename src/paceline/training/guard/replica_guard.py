@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.distributed.dtensor import is_materialized
 from paceline.errors import CorruptionError
-from paceline.spec.guard import Guard
+from paceline.spec.guard import WeightGuard
 from paceline.training.guard.check import has_replicas
 from paceline.training.guard.digest import digest
 from paceline.training.guard.recompute import LossRecomputation
@@ -27,7 +27,7 @@ class ReplicaGuard:
     """
 
     def __init__(self, context: RankContext, prepared: PreparedTraining, data: TrainingData, first: int):
-        guard: Guard = context.spec.guard
+        guard: WeightGuard = context.spec.guard
         self.context, self.prepared, self.every = context, prepared, guard.every
         self.locates = guard.locate and isinstance(prepared.update, TrainingStep)
         self.has_replicas = has_replicas(context.plan)
@@ -97,7 +97,9 @@ class ReplicaGuard:
     def _gather_records(self) -> list[RankRecord]:
         """Return the records of all ranks, in one small all-gather."""
         ranks = self.context.world.size
-        weights = self._last if self._last is not None and self.locates else self._digest_weights()
+        # Again, since an evaluation may lie between the update and a save. Parameters of `fully_shard` may be
+        # whole after an evaluation; they are compared only by their changes.
+        weights = self._digest_weights() if self.has_replicas else torch.zeros_like(self._changed)
         own = torch.stack([weights.to(self._changed.device), self._changed, *self._gradients, *self._updated])
         rows = [own]
         if ranks > 1:
