@@ -146,7 +146,7 @@ def test_branches_of_a_run_have_its_state_and_its_next_samples(tmp_path: Path) -
         "--set",
         "schedule.base_batch=64",
         "--set",
-        "threads=1",
+        "spec.threads=1",
     )
     rule = ("--set", "schedule.lr_scale=sqrt", "--set", "spec.evaluate_every=2")
     succeed("train", "digits", "--steps", "8", *words, *rule, "--run-dir", "base", at=tmp_path)
