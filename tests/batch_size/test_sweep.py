@@ -184,6 +184,19 @@ def test_branches_of_a_run_have_its_state_and_its_next_samples(tmp_path: Path) -
     assert "not a multiple of batch 96" in refused.err
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+def test_an_unknown_metric_can_be_corrected(tmp_path: Path) -> None:
+    words = ("batch-size", "digits", "--batches", "256", "--epochs", "1", "--ranks", "1")
+    refused = paceline(*words, "--until", "acuracy>=0.1", at=tmp_path)
+    assert refused.status == 2
+    assert "the evaluation has no acuracy" in refused.err
+    succeed(*words, "--until", "accuracy>=0.1", at=tmp_path)
+    other = paceline(*words, "--until", "accuracy>=0.2", at=tmp_path)
+    assert other.status == 2
+    assert "until='accuracy >= 0.2' instead of 'accuracy >= 0.1'" in other.err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

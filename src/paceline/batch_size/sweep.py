@@ -88,35 +88,38 @@ class Sweep:
         path = self.folder / STATE
         if self.folder.exists():
             self._check_same(path)
-            return
         if self.source is not None:
             find_branch_point(self.source, self.batches)
         try:
-            self.folder.mkdir(parents=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"cannot create {self.folder}: {error.strerror}") from error
         write_whole(path, json.dumps(self.describe(), indent=1) + "\n")
 
     def _check_same(self, path: Path) -> None:
+        """Raise RunError if the folder has trainings of another request, or is not of a comparison."""
         try:
             with open_regular(path) as file:
                 before = json.load(file)
-            settings = self.describe()
-            names = [name for name in settings if before.get(name) != settings[name]]
-            if "spec" in names:
-                names[names.index("spec")] = " and ".join(
-                    f"{key}={settings['spec'][key]!r} instead of {before['spec'].get(key)!r}"
-                    for key in settings["spec"]
-                    if before["spec"].get(key) != settings["spec"][key]
-                )
+            now = self.describe()
+            changes = [
+                f"{name}={now[name]!r} instead of {before.get(name)!r}"
+                for name in now.keys() - {"spec"}
+                if before.get(name) != now[name]
+            ]
+            changes += [
+                f"{name}={value!r} instead of {before['spec'].get(name)!r}"
+                for name, value in now["spec"].items()
+                if before["spec"].get(name) != value
+            ]
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             raise RunError(
                 f"{self.folder} exists, and has no {STATE} of such a comparison; choose another --run-dir"
             ) from None
-        if names:
+        if changes and any(self.folder.glob("batch-*")):
             raise RunError(
-                f"{self.folder} was made with other settings ({', '.join(names)}); repeat them to continue, "
-                "or choose another --run-dir"
+                f"{self.folder} was made with other settings ({'; '.join(sorted(changes))}); repeat them to "
+                "continue, or choose another --run-dir"
             )
 
 
@@ -158,6 +161,7 @@ def _run(sweep: Sweep, batch: int, factor: float, show: Callable[[str, Event | N
     name = run.path.name
     show(name, None)
     why = ""
+    is_new = not run.path.exists()
     if not _is_complete(run):
         if not run.spec.exists() and sweep.source is not None:
             checkpoint, index = find_branch_point(sweep.source, sweep.batches)
@@ -172,6 +176,10 @@ def _run(sweep: Sweep, batch: int, factor: float, show: Callable[[str, Event | N
                     show(name, event)
         except DivergedError as error:
             why = str(error).partition(";")[0]
+        except SpecError:  # such as an unknown metric, which only an evaluation shows
+            if is_new and run.path.exists():
+                run.delete()
+            raise
     lr = scale_optimizer(spec, spec.optimizer).lr
     result = read_result(read(run.events), batch, lr, sweep.target)
     if result.best is None and not why and result.steps is None:
