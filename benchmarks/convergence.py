@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from paceline.batch_size.convergence import Curve, Interval, Measurement, fit_curves
+from paceline.batch_size.convergence import ConvergenceCurve, Interval, Measurement, fit_curves
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def score(points: Sequence[Point]) -> list[Scored]:
     ]
 
 
-def _predict(curve: Curve, fitted: Sequence[Point], others: Sequence[Point]) -> Iterator[Scored]:
+def _predict(curve: ConvergenceCurve, fitted: Sequence[Point], others: Sequence[Point]) -> Iterator[Scored]:
     constant = math.exp(fmean(math.log(point.measurement.cost) for point in fitted))
     for point in (*fitted, *others):
         scale = point.batch if point.in_steps else 1.0

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from paceline.batch_size.convergence import Curve, Interval
+from paceline.batch_size.convergence import ConvergenceCurve, Interval
 from paceline.cluster.facts import Cluster
 from paceline.errors import PlanError
 from paceline.plan.cost_model.cost import Bill
@@ -26,7 +26,7 @@ class Choice:
 
 
 def list_choices(
-    curve: Curve,
+    curve: ConvergenceCurve,
     facts: ModelFacts,
     recipe: Recipe | None,
     cluster: Cluster,
@@ -49,7 +49,7 @@ def list_choices(
 
 
 def _choose(
-    curve: Curve,
+    curve: ConvergenceCurve,
     facts: ModelFacts,
     recipe: Recipe | None,
     cluster: Cluster,

@@ -60,7 +60,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Curve:
+class ConvergenceCurve:
     """E = Emin · (1 + B / Bcrit) of one training, as a distribution over Bcrit.
 
     weights: probability of each Bcrit of the grid. log_minimum: log Emin for each of them, and its variance.
@@ -123,7 +123,7 @@ class _Likelihood:
     curve: Mapping[str, Any]
 
 
-def fit_curves(trainings: Mapping[str, Sequence[Measurement]]) -> dict[str, Curve]:
+def fit_curves(trainings: Mapping[str, Sequence[Measurement]]) -> dict[str, ConvergenceCurve]:
     """Return the curve of each training. The trainings share the mean of log(Bcrit / largest batch)."""
     likelihoods = {name: _likelihood(points) for name, points in trainings.items()}
     prior = np.exp(-(((GRID[None] - MEANS[:, None]) / CRITICAL_SPREAD) ** 2) / 2)
@@ -136,11 +136,11 @@ def fit_curves(trainings: Mapping[str, Sequence[Measurement]]) -> dict[str, Curv
         # A mean counts once for this training: with all others, but without its own evidence.
         others = means * np.exp(evidence[name].max() - evidence[name])
         weights = (others @ prior) * np.exp(found.logs)
-        curves[name] = Curve(weights=weights / weights.sum(), **found.curve)
+        curves[name] = ConvergenceCurve(weights=weights / weights.sum(), **found.curve)
     return curves
 
 
-def fit_curve(points: Sequence[Measurement]) -> Curve:
+def fit_curve(points: Sequence[Measurement]) -> ConvergenceCurve:
     """Return the curve of a single training."""
     return fit_curves({"": points})[""]
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.batch_size.convergence import Curve
+from paceline.batch_size.convergence import ConvergenceCurve
 from paceline.batch_size.result import BatchResult
 from paceline.batch_size.target import Target
 from paceline.plotting.figure import COLOURS, figure
 from paceline.units import format_count
 
 
-def draw(results: Sequence[BatchResult], target: Target, curve: Curve | None, path: Path) -> None:
+def draw(results: Sequence[BatchResult], target: Target, curve: ConvergenceCurve | None, path: Path) -> None:
     """Draw samples and steps over batches, with the fit and its band of 68 %, into an SVG or PNG file."""
     reached = [result for result in results if result.steps is not None]
     with figure(path, 10.0, 4.6) as canvas:

@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from paceline.batch_size.choose import Choice
-from paceline.batch_size.convergence import Curve, Interval
+from paceline.batch_size.convergence import ConvergenceCurve, Interval
 from paceline.batch_size.published import PublishedTraining
 from paceline.batch_size.result import BatchResult
 from paceline.batch_size.target import Target
@@ -14,7 +14,7 @@ from paceline.report.text import format_noise
 from paceline.units import format_seconds, several
 
 
-def build_table(results: Sequence[BatchResult], target: Target, curve: Curve | None) -> Table:
+def build_table(results: Sequence[BatchResult], target: Target, curve: ConvergenceCurve | None) -> Table:
     """Return a row for each batch, with the samples that the fit has beside those that were needed."""
     table = Table(box=None, padding=(0, 2), pad_edge=False)
     for name in ("batch", "lr", "steps", "samples", "fit", "time", f"best {target.name}", "noise scale"):
@@ -33,7 +33,9 @@ def build_table(results: Sequence[BatchResult], target: Target, curve: Curve | N
     return table
 
 
-def list_findings(results: Sequence[BatchResult], target: Target, curve: Curve | None) -> list[str]:
+def list_findings(
+    results: Sequence[BatchResult], target: Target, curve: ConvergenceCurve | None
+) -> list[str]:
     """Return sentences: batches that missed the target, the fit, and the batch from which more cost."""
     lines = [
         f"batch {result.batch:,} did not reach {target}: the best was {_best(result)}"
@@ -103,7 +105,7 @@ def _interval(interval: Interval) -> str:
 
 
 def as_json(
-    results: Sequence[BatchResult], target: Target, curve: Curve | None, best: Mapping[str, Choice]
+    results: Sequence[BatchResult], target: Target, curve: ConvergenceCurve | None, best: Mapping[str, Choice]
 ) -> dict[str, Any]:
     """Return the results as JSON."""
     return {
@@ -133,7 +135,7 @@ def as_json(
     }
 
 
-def _row(result: BatchResult, curve: Curve | None) -> dict[str, Any]:
+def _row(result: BatchResult, curve: ConvergenceCurve | None) -> dict[str, Any]:
     noise = result.noise
     return {
         "batch": result.batch,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from paceline.batch_size.choose import Choice
-    from paceline.batch_size.convergence import Curve
+    from paceline.batch_size.convergence import ConvergenceCurve
     from paceline.batch_size.result import BatchResult
     from paceline.batch_size.sweep import Sweep
     from paceline.plan.model.facts import ModelFacts
@@ -206,7 +206,7 @@ def _train(sweep: "Sweep", console: "Console") -> "list[BatchResult]":
 def _choose(
     sweep: "Sweep",
     facts: "ModelFacts",
-    curve: "Curve",
+    curve: "ConvergenceCurve",
     cluster: str | None,
     most_ranks: int | None,
     price: float | None,
