@@ -1,10 +1,11 @@
 """Samples/s of many small files: a folder, the same files packed, and other libraries, with two workers.
 
 The contenders read alternately: whole epochs in batches of 256, first undecoded, then JPEG images decoded by
-Pillow. Cold reads begin with an empty page cache, which requires root. Libraries that are not installed are
-left out: pip install webdataset litdata datasets.
+Pillow. The numbers of files are multiples of a batch for each worker, so that no worker waits at the end of
+an epoch. Cold reads begin with an empty page cache, which requires root. Libraries that are not installed
+are left out: pip install webdataset litdata datasets.
 
-    python benchmarks/data.py [--files 60000] [--images 3000] [--rounds 3] [--folder DIR] [--skip-cold]
+    python benchmarks/data.py [--files 61440] [--images 3072] [--rounds 3] [--folder DIR] [--skip-cold]
 """
 
 import argparse
@@ -232,8 +233,8 @@ def rivals(folder: Path, packed: Path, work: Path, is_decoded: bool) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--files", type=int, default=60_000)
-    parser.add_argument("--images", type=int, default=3000)
+    parser.add_argument("--files", type=int, default=61_440)
+    parser.add_argument("--images", type=int, default=3072)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="on the disk to measure [default: a temporary folder]")
     parser.add_argument("--skip-cold", action="store_true")

@@ -238,6 +238,8 @@ def test_set_reaches_every_key(tmp_path):
             "guard.locate": ["guard.every=9"],
             "guard.recompute": ["guard.every=9"],
             "data.window": ["data.shuffle=window"],
+            "data.cache_folder": ["data.cache=scratch"],
+            **{f"data.{key}": ["data.cache=memory"] for key in ("cache_content", "cache_gib", "stage")},
             "optimizer.nesterov": ["optimizer.name=sgd"],
         }.get(name, owners.get(name, []))
         request = load(None, parse_overrides([f"{name}={text}", *more]))

@@ -201,9 +201,11 @@ def test_advice():
         row("/home", "nfs", "create", per_s=200.0),
         row("/scratch", "lustre", "checkpoint", Bps=8.76e8),
         row("/scratch", "lustre", "small write", per_s=962.0),
+        row("/store", "nfs", "open", per_s=150.0),
     ]
     advice = {row["directory"]: row["advice"] for row in give_advice(rows)}
-    assert list(advice) == ["/dev/shm", "/home", "/scratch"]
+    assert list(advice) == ["/dev/shm", "/home", "/scratch", "/store"]
+    assert advice["/store"].startswith("keep environments elsewhere, or in an image file: only 150 files")
     assert "keep nothing" in advice["/dev/shm"]
     assert advice["/home"] == "pack small files: only 200 can be created per second"
     assert advice["/scratch"].startswith("keep checkpoints here: 876 MB/s")

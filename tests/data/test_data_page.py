@@ -1,15 +1,19 @@
 """The examples of docs/data.md run as written."""
 
+import glob
 import io
+import json
 import os
+import shutil
+import subprocess
 import tarfile
 from typing import Any
 
 import pytest
 
-from command import succeed
+from command import paceline, succeed
 from image_files import write_images
-from paceline.data import Mixture
+from paceline.data import Folder, Mixture
 from pages import read_blocks
 
 BLOCKS = read_blocks("docs/data.md")
@@ -21,6 +25,15 @@ def test_folder_of_images(tmp_path):
     write_images(tmp_path / "images/train", {"a": 5, "b": 5})
     words = ("--set", "folder=images", "--batch", "4", "--steps", "2", "--run-dir", "run", "--no-report")
     assert "done" in succeed("train", "pictures.py", *words, at=tmp_path).out
+
+
+def test_cache(tmp_path):
+    (tmp_path / "pictures.py").write_text(BLOCKS["pictures.py"])
+    write_images(tmp_path / "images/train", {"a": 5, "b": 5})
+    program, *words = BLOCKS["cache"].split()
+    assert program == "paceline"
+    done = succeed(*words, "--batch", "4", "--run-dir", "run", "--no-report", at=tmp_path)
+    assert "cache of 'train': 10 of 10 files in" in done.out
 
 
 def test_parquet(tmp_path):
@@ -91,3 +104,42 @@ def test_shards(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(BLOCKS["shards"], {})
     assert capsys.readouterr().out == "1 dict_keys(['__key__', 'jpg', 'cls'])\n"
+
+
+def test_tokens(tmp_path, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "cat": 1, "mat": 2}, "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tok.json"))
+    (tmp_path / "corpus").mkdir()
+    lines = [json.dumps({"text": "the cat sat on the mat " * 200}) for _ in range(20)]
+    (tmp_path / "corpus/a.jsonl").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    pack, train = (line.split()[1:] for line in BLOCKS["tokens"].splitlines())
+    succeed(*[name for word in pack for name in glob.glob(word) or [word]], at=tmp_path)
+    small = ("--set", "width=16", "--set", "depth=1", "--run-dir", "run", "--no-report")
+    assert "done" in succeed(*train, *small, at=tmp_path).out
+    names: dict[str, Any] = {}
+    exec(BLOCKS["windows"], names)
+    assert len(names["train"]) == (24_000 * 95 // 100 - 1) // 512
+    shutil.rmtree(tmp_path / "run")
+    result = paceline("train", "lm", "--set", "file=tokens", "--set", "vocabulary=2", *small, at=tmp_path)
+    assert result.status == 2
+    assert "the tokenizer has 3 tokens, more than vocabulary=2; use at least 3" in result.all
+
+
+def test_squashfs(tmp_path):
+    for program in ("mksquashfs", "squashfuse", "fusermount"):
+        if shutil.which(program) is None:
+            pytest.skip(f"there is no {program}")
+    write_images(tmp_path / "images", {"a": 5, "b": 5})
+    *prepare, mount = BLOCKS["squashfs"].splitlines()
+    for line in prepare:
+        subprocess.run(line.split(), cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    if subprocess.run(mount.partition("#")[0].split(), cwd=tmp_path).returncode:
+        pytest.skip("FUSE cannot be used here")
+    try:
+        loose, image = Folder(tmp_path / "images", None), Folder(tmp_path / "mounted", None)
+        assert [image[at] for at in range(10)] == [loose[at] for at in range(10)]
+    finally:
+        subprocess.run(["fusermount", "-u", tmp_path / "mounted"], check=True)

@@ -16,6 +16,9 @@ from paceline.data import TokenDocuments, Tokens
 from paceline.data import pack_tokens as packing
 from paceline.data.pack_tokens import pack_tokens
 from paceline.errors import DataError
+from paceline.spec import Spec
+from paceline.tasks.lm import Lm
+from paceline.training.setup import open_data
 
 TEXTS = [f"Document {number}: " + "the cat sat on the mat, ünï. " * (number % 7) for number in range(40)]
 TEXTS[3] = ""
@@ -150,6 +153,13 @@ def test_long_file_takes_no_memory(tmp_path):
     last = tokens[len(tokens) - 1][1]
     assert last.sum() == 0
     assert tokens.file.read(5 * 10**9 - 1, 5 * 10**9).tolist() == [0x107]
+    assert psutil.Process().memory_info().rss - before < 30_000_000
+    task = Lm(file=str(path), dtype="uint16", context=512, vocabulary=2**16, width=16, depth=1)
+    data = open_data(Spec(steps=1, batch=2), task)
+    assert (data.training.count, data.validation.count) == (9_277_343, 488_281)
+    batch = data.validation[([0], [488_280])]
+    assert batch["tokens"].sum() == 0
+    assert batch["positions"].tolist() == [list(range(512))]
     assert psutil.Process().memory_info().rss - before < 30_000_000
 
 

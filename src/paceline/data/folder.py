@@ -30,15 +30,23 @@ class FolderFiles:
     """The regular files below a folder, in the order of the bytes of their paths. Raises DataError."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self._prefix = folder, os.path.join(os.fsencode(folder), b"")
         self.names = NameTable.build(sorted(_find_files(os.fsencode(folder), b"")))
 
     def read(self, file: int) -> bytes:
         """Return the content of a file. Raises DataError."""
-        path = self.folder / self.names.decode(file)
         try:
-            return path.read_bytes()
+            opened = os.open(self._prefix + self.names[file], os.O_RDONLY | os.O_CLOEXEC)
+            try:  # a third of the time that a Python file takes
+                size = os.fstat(opened).st_size
+                content = os.read(opened, size)
+            finally:
+                os.close(opened)
+            if len(content) == size:
+                return content
+            return (self.folder / self.names.decode(file)).read_bytes()  # of a device, or larger than 2 GiB
         except OSError as error:
+            path = self.folder / self.names.decode(file)
             raise DataError(f"cannot read {path}: {reason(error)}") from error
 
 
@@ -96,6 +104,7 @@ class Folder:
                 f"the files in the shards of {self.folder} are not sorted by name; read them by Shards, or"
                 " unpack them and pack the files by paceline pack"
             )
+        self._suffixes = tuple(suffixes)
         selected = names.find_with_suffix(suffixes)
         if not len(selected):
             raise DataError(
@@ -127,11 +136,31 @@ class Folder:
         return index if self._selected is None else int(self._selected[index])
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        content, label = self.fetch(index)
-        if self.decode is None:
-            return content, label
+        return self.decode_raw(index, self.read_raw(index))
+
+    def read_many(self, indices: Sequence[int]) -> list[tuple[Any, int]]:
+        """Return samples, as `[i]` does, with less work for each."""
+        if not isinstance(self.files, ShardFiles):
+            return [self[index] for index in indices]
+        at = np.asarray(indices, dtype=np.int64)
+        files = at if self._selected is None else self._selected[at]
+        contents: list[Any] = self.files.read_many(files)
+        if self.decode is not None:
+            contents = [
+                self._decode(index, content) for index, content in zip(indices, contents, strict=True)
+            ]
+        classes = np.searchsorted(self._begins, files, side="right") - 1
+        return list(zip(contents, np.array(self._class_numbers)[classes].tolist(), strict=True))
+
+    def decode_raw(self, index: int, content: bytes) -> tuple[Any, int]:
+        """Return the sample whose file has this content. Raises DataError with its path."""
+        label = self._class_numbers[bisect_right(self._begins, self._find_file(index)) - 1]
+        return (content if self.decode is None else self._decode(index, content)), label
+
+    def _decode(self, index: int, content: bytes) -> Any:
+        assert self.decode is not None
         try:
-            return self.decode(content), label
+            return self.decode(content)
         except DataError as error:
             raise DataError(f"{self.path(index)}: {error}") from error
 
@@ -139,6 +168,16 @@ class Folder:
         """Return the content of the file of a sample, and its class."""
         file = self._find_file(index)
         return self.files.read(file), self._class_numbers[bisect_right(self._begins, file) - 1]
+
+    def read_raw(self, index: int) -> bytes:
+        """Return the content of the file of a sample."""
+        return self.files.read(self._find_file(index))
+
+    def fingerprint(self) -> str | None:
+        """Return what identifies the bytes of all samples; None for files, which may change."""
+        if not isinstance(self.files, ShardFiles):
+            return None
+        return repr((self.files.fingerprint(), self._suffixes))
 
     def path(self, index: int) -> str:
         """Return the path of the file of a sample: in its folder, or as it was before it was packed."""

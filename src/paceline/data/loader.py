@@ -174,6 +174,7 @@ class Samples:
         skip_corrupt: int = 0,
     ):
         self.dataset = dataset
+        self.source: Any = dataset  # which gives [i]: the dataset, or a cache of it
         self.count = _length(dataset, split)
         self.split = split
         self.seed = seed
@@ -184,6 +185,7 @@ class Samples:
         self.skip_corrupt = skip_corrupt
         self.unreadable: dict[int, str] = {}  # sentences by index, of all batches that this process received
         self._unreadable_of_batch: dict[int, str] = {}
+        self._reads_many = _reads_many(type(dataset))
         self._draws: bool | None = None  # whether samples draw random numbers; None: not known yet
         self._reading: int | list[int] = []  # the index or indices that are being read
         self._is_collating = False
@@ -237,7 +239,7 @@ class Samples:
             seed_cpu_rngs(FIXED_SEED)
             with watch_rng_state() as was_state_read:
                 try:
-                    samples = [self._read(*place) for place in zip(numbers, indices, strict=True)]
+                    samples = self._read_many(numbers, indices)
                     error = None
                 except (Exception, SystemExit) as raised:  # the cause may be a random number
                     samples, error = [], raised
@@ -257,9 +259,20 @@ class Samples:
         self._draws = bool(self._draws)
         return self.collate_samples(samples, numbers, indices)
 
+    def _read_many(self, numbers: list[int], indices: list[int]) -> list[Any]:
+        """Return samples together, if the dataset can read them so; an error is that of the sample alone."""
+        if self._reads_many and not self.skip_corrupt and self.source is self.dataset:
+            with contextlib.suppress(Exception):
+                samples: list[Any] = self.dataset.read_many(indices)
+                if self.augmentation is None or not self.augmentation.changes_samples:
+                    return samples
+                change = self.augmentation.change_sample
+                return [change(sample, number) for sample, number in zip(samples, numbers, strict=True)]
+        return [self._read(*place) for place in zip(numbers, indices, strict=True)]
+
     def _read(self, number: int, index: int) -> Any:
         self._reading = index
-        sample = self._read_or_replace(index) if self.skip_corrupt else self.dataset[index]
+        sample = self._read_or_replace(index) if self.skip_corrupt else self.source[index]
         return sample if self.augmentation is None else self.augmentation.change_sample(sample, number)
 
     def _read_or_replace(self, index: int) -> Any:
@@ -267,11 +280,11 @@ class Samples:
         for offset in range(min(self.skip_corrupt, self.count - 1)):
             at = (index + offset) % self.count
             try:
-                return self.dataset[at]
+                return self.source[at]
             except DataError as error:
                 self._unreadable_of_batch[at] = str(error)
         self._reading = (index + min(self.skip_corrupt, self.count - 1)) % self.count
-        return self.dataset[self._reading]
+        return self.source[self._reading]
 
     def _probe(self, number: int, index: int) -> Any:
         """Return a sample, and note in `_draws` if it draws random numbers."""
@@ -310,6 +323,12 @@ class Samples:
 
     def _seed(self, number: int) -> None:
         seed_cpu_rngs(derive_seed(self.seed, self.split, number))
+
+
+def _reads_many(kind: type) -> bool:
+    """Return whether a class has `read_many` for its own `[i]`, which no subclass has replaced."""
+    owner = next((each for each in kind.__mro__ if {"read_many", "__getitem__"} & vars(each).keys()), None)
+    return owner is not None and {"read_many", "__getitem__"} <= vars(owner).keys()
 
 
 def number_batch(seed: int, split: str, numbers: Sequence[int], floats: torch.dtype | None) -> SampleNumbers:

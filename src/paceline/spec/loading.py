@@ -54,6 +54,42 @@ class Loading(Value):
         le=1_000_000,
         description="training samples on each rank that may raise DataError; the next are used instead",
     )
+    cache: Literal["off", "memory", "scratch"] = Field(
+        default="off",
+        description="where the ranks of a node keep samples that were read: /dev/shm, or a disk of the node",
+    )
+    cache_content: Literal["raw", "decoded"] | None = Field(
+        default=None,
+        description="what is cached: the bytes of files, or what [i] of the dataset returns"
+        " [default: raw for Folder, Shards and Tokens, else decoded]",
+    )
+    cache_gib: float | None = Field(
+        default=None, gt=0, le=1e9, description="limit of a cache, in GiB [default: half of the free space]"
+    )
+    cache_folder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder for cache=scratch [default: $SLURM_TMPDIR, $LOCAL_SCRATCH or $TMPDIR, or /tmp]",
+    )
+    stage: Literal["off", "before", "background"] = Field(
+        default="off",
+        description="when the cache is filled: before the first step, or meanwhile"
+        " [default: off, when a sample is first read]",
+    )
+
+    @model_validator(mode="after")
+    def _cache_options_need_a_cache(self) -> Self:
+        for name in ("cache_content", "cache_gib", "cache_folder", "stage"):
+            value = getattr(self, name)
+            if self.cache == "off" and value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"data.{name}={value!r} requires data.cache='memory' or 'scratch', got 'off'"
+                )
+        if self.cache != "scratch" and self.cache_folder is not None:
+            raise ValueError(
+                f"data.cache_folder={self.cache_folder!r} requires data.cache='scratch', got {self.cache!r}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _window_needs_windows(self) -> Self:

@@ -1,4 +1,7 @@
-"""A GPT or a Llama-like model on documents of text: --set file=PATH, --set tokenizer=tokenizer.json."""
+"""A GPT or a Llama-like model on documents of text: --set file=PATH, --set tokenizer=tokenizer.json.
+
+A folder that `paceline pack --tokenizer` wrote, or a file of integers, is mapped into memory instead.
+"""
 
 import json
 from functools import lru_cache
@@ -12,11 +15,13 @@ from torch import Tensor, nn
 
 from paceline import Layout, Task
 from paceline.data.packing import PackedDocuments
+from paceline.data.tokens import TokenFile, Tokens
 from paceline.errors import DataError, TaskError
 from paceline.tasks.decoder import Decoder
 from paceline.tasks.text import read
 
 BYTES, END = 256, 256  # tokens of documents without a tokenizer: bytes, and the end of a document
+TRAINING_SHARE = 0.95  # of a file of tokens; the rest is for validation
 EVERY = 10  # one of so many documents is for validation
 
 
@@ -58,11 +63,29 @@ def load_tokenizer(path: str) -> Any:
         raise DataError(f"{path} is not a tokenizer of the library tokenizers: {error}") from error
 
 
-class Lm(Task):
-    """Next-token prediction on packed documents, by a model like GPT-2 or Llama."""
+class DocumentWindows(Tokens):
+    """Windows of tokens in the form of packed documents: each window is one document."""
 
-    file: str | None = None  # text, whose lines are documents, or JSON lines with the key "text"
-    tokenizer: str | None = None  # a tokenizer.json; None: bytes
+    def __getitem__(self, index: int) -> Any:
+        return self._describe(*super().__getitem__(index))
+
+    def decode_raw(self, index: int, content: bytes) -> Any:
+        """Return the sample with these tokens."""
+        return self._describe(*super().decode_raw(index, content))
+
+    def _describe(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        documents, positions = torch.zeros(len(tokens), dtype=torch.int64), torch.arange(len(tokens))
+        return {"tokens": tokens, "targets": targets, "documents": documents, "positions": positions}
+
+
+class Lm(Task):
+    """Next-token prediction on packed documents or tokens, by a model like GPT-2 or Llama."""
+
+    # text, whose lines are documents, or JSON lines with the key "text"; or a folder of `paceline pack
+    # --tokenizer`, or a file of integers, whose last 5 % are for validation
+    file: str | None = None
+    tokenizer: str | None = None  # a tokenizer.json for text; None: bytes
+    dtype: Literal["uint8", "uint16", "uint32"] | None = None  # of a file of integers
     kind: Literal["gpt", "llama"] = "llama"
     width: int = 128  # features of each token
     depth: int = 4  # number of blocks
@@ -71,9 +94,11 @@ class Lm(Task):
     vocabulary: int | None = None  # number of tokens of the model; None: as many as the tokenizer has
 
     def model(self) -> nn.Module:
-        tokens = BYTES + 1 if self.tokenizer is None else load_tokenizer(self.tokenizer).get_vocab_size()
+        tokens = self._count_tokens()
         vocabulary = self.vocabulary or tokens
-        if vocabulary < tokens:
+        if vocabulary is None:
+            raise TaskError(f"{self.file} does not say how many tokens there are; use --set vocabulary=N")
+        if tokens is not None and vocabulary < tokens:
             raise TaskError(
                 f"the tokenizer has {tokens} tokens, more than vocabulary={vocabulary}; use at least {tokens}"
             )
@@ -81,10 +106,23 @@ class Lm(Task):
             raise TaskError(f"width={self.width} must be a multiple of 2 × heads = {2 * self.heads}")
         return Decoder(self.kind, vocabulary, self.width, self.depth, self.heads, self.context)
 
+    def _count_tokens(self) -> int | None:
+        if self._has_tokens():
+            return TokenFile(str(self.file), self.dtype).vocabulary
+        return BYTES + 1 if self.tokenizer is None else load_tokenizer(self.tokenizer).get_vocab_size()
+
+    def _has_tokens(self) -> bool:
+        return self.file is not None and (self.dtype is not None or Path(self.file).is_dir())
+
     def layout(self) -> Layout:
         return Layout(blocks=("blocks",))
 
-    def dataset(self, split: str) -> PackedDocuments:
+    def dataset(self, split: str) -> PackedDocuments | Tokens:
+        if self._has_tokens():
+            if self.tokenizer is not None:
+                raise TaskError(f"{self.file} has tokens already; leave out tokenizer={self.tokenizer!r}")
+            part = (TRAINING_SHARE, 1.0) if split == "validation" else (0.0, TRAINING_SHARE)
+            return DocumentWindows(str(self.file), self.context, part, self.dtype)
         documents = read_documents(self.file, self.tokenizer)
         chosen = [
             document

@@ -66,6 +66,7 @@ from paceline.training.setup import (
     build_training,
     check_sample_count,
     open_data,
+    use_caches,
 )
 from paceline.training.start_facts import collect_start_facts
 from paceline.training.step import TrainingStep
@@ -165,7 +166,7 @@ def train(
         )
         resolved = context.plan
         check_batches(spec, task, resolved)
-        data = open_data(spec, task, resolved)
+        data = stack.enter_context(use_caches(open_data(spec, task, resolved), spec, world))
         check_stop(spec, data.evaluated.keys())
         check_plateau(spec, data.evaluated.keys())
         notes = (*notes, *check_ranks(task, world, data.lengths))
@@ -340,6 +341,8 @@ class TrainingLoop:
             yield from self._run_steps(source)
         yield from self._note_unreadable()
         yield from self._compare_ranks(is_saved=True)
+        for message in self.data.caches.describe():
+            yield Noted(step=self.step, message=message)
         yield from self.checkpoints.finish(
             self.step, self.total, self.evaluator.metrics_at(self.step), self.stopping.state, self.plateau
         )

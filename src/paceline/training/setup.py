@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.data.cache.opening import Caches, open_caches
 from paceline.data.loader import (
     RankBatchSlice,
     Samples,
@@ -92,6 +94,7 @@ class TrainingData:
     validation: Samples | None
     order: Order  # of the training split
     others: tuple[Samples, ...] = ()  # that are evaluated besides the validation split
+    caches: Caches = field(default_factory=Caches)
 
     @property
     def samples(self) -> int:
@@ -123,6 +126,20 @@ def open_data(spec: Spec, task: Task, plan: ResolvedPlan | None = None) -> Train
         order=choose_order(training, spec),
         others=tuple(_open_split(spec, task, split, plan) for split in spec.evaluate_splits),
     )
+
+
+@contextlib.contextmanager
+def use_caches(data: TrainingData, spec: Spec, world: World) -> Iterator[TrainingData]:
+    """Read the samples through caches in this context, if the request has them. A collective.
+
+    Raises DataError if they cannot be cached.
+    """
+    job = [secrets.token_hex(16)]
+    if spec.data.cache != "off" and dist.is_initialized():
+        dist.broadcast_object_list(job, src=0)
+    splits = [data.training, *data.evaluated.values()]
+    with open_caches(splits, spec.data, world, job[0], spec.data.workers or 1) as caches:
+        yield replace(data, caches=caches)
 
 
 def _open_split(spec: Spec, task: Task, split: str, plan: ResolvedPlan | None) -> Samples:

@@ -10,6 +10,8 @@ from paceline.units import format_count
 FEW_CREATES_PER_S = 1000  # below this, many small files are a bad idea
 FEW_WRITES_PER_S = 1000  # each on the disk before the next
 FEW_READS_PER_S = 2000  # at random
+FEW_OPENS_PER_S = 2000
+FILES_OF_ENVIRONMENT = 2000  # that a rank opens to import torch and Paceline: lsof counts 1,900 modules
 
 
 def give_advice(rows: Sequence[Row]) -> list[Row]:
@@ -38,8 +40,8 @@ def _describe(figures: dict[str, Any], is_fastest: bool) -> str:
             "in memory: it counts as memory of the job and is empty afterwards; "
             "use it for data that is read often, and keep nothing here"
         )
-    creates, writes, reads, checkpoint = (
-        figures.get(test) for test in ("create", "small write", "random read", "checkpoint")
+    creates, writes, reads, checkpoint, opens = (
+        figures.get(test) for test in ("create", "small write", "random read", "checkpoint", "open")
     )
     advice = []
     if is_fastest and checkpoint:
@@ -50,6 +52,11 @@ def _describe(figures: dict[str, Any], is_fastest: bool) -> str:
         advice.append(f"pack small files: only {creates:,.0f} can be created per second")
     if reads is not None and reads < FEW_READS_PER_S:
         advice.append(f"read data in order, or from memory: only {reads:,.0f} random reads per second")
+    if opens is not None and opens < FEW_OPENS_PER_S:
+        advice.append(
+            f"keep environments elsewhere, or in an image file: only {opens:,.0f} files can be opened per"
+            f" second, and each rank opens {FILES_OF_ENVIRONMENT:,} to start"
+        )
     if writes is not None and writes < FEW_WRITES_PER_S:
         advice.append(
             f"avoid databases and logs that wait for the disk: only {writes:,.0f} small writes per second"
