@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+import lesson_concepts
 import lesson_values
 from lesson_tables import play_lesson, tables_of
 from paceline.lesson.blocks import LessonClaim, LessonQuestion
@@ -98,6 +99,11 @@ EXPECTED = {
     "pipeline": lesson_values.expect_pipeline,
     "context-parallel": lesson_values.expect_context_parallel,
     "mesh": lesson_values.expect_mesh,
+    "bandwidth": lesson_concepts.expect_bandwidth,
+    "local-sgd": lesson_concepts.expect_local_sgd,
+    "mixed-precision": lesson_concepts.expect_mixed_precision,
+    "products": lesson_concepts.expect_products,
+    "recurrent": lesson_concepts.expect_recurrent,
 }  # the tables of each lesson by title; None: a table of text
 
 

@@ -35,6 +35,7 @@ PANELS = {
         "generate": "Write texts with the language model of a run of hf:FOLDER.",
         "tune": "Search hyper-parameters and architectures.",
         "export": "Write the weights, the whole model or the adapters of a run.",
+        "import-config": "Translate the configuration of DeepSpeed to a request of Paceline.",
     },
     "Plan": {
         "plan": "Predict step time, memory and cost of plans, the fastest first.",
@@ -81,7 +82,8 @@ PANELS = {
 COMMANDS = {name: sentence for commands in PANELS.values() for name, sentence in commands.items()}
 HIDDEN = tuple(PANELS["Internal"])  # commands that only Paceline starts
 # modules whose name differs from that of their command
-MODULES = {"bench": "bench.app", "batch-size": "batch_size"} | {name: f"internal.{name}" for name in HIDDEN}
+MODULES = {"bench": "bench.app", "batch-size": "batch_size", "import-config": "import_config"}
+MODULES |= {name: f"internal.{name}" for name in HIDDEN}
 
 
 def _check_repeated_options(command: Any, context: Any, args: list[str]) -> None:

@@ -13,6 +13,7 @@ PARTS = {
         "point-to-point",
         "collectives",
         "ring-all-reduce",
+        "bandwidth",
     ),
     "Training on several ranks": (
         "data-parallel",
@@ -22,6 +23,12 @@ PARTS = {
         "pipeline",
         "context-parallel",
         "mesh",
+        "local-sgd",
+    ),
+    "Numbers and dependencies": (
+        "mixed-precision",
+        "products",
+        "recurrent",
     ),
 }
 ORDER = tuple(name for names in PARTS.values() for name in names)

@@ -1,5 +1,6 @@
 """Exercises of lessons: write the file that a student completes, and check it."""
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,13 @@ def check_exercise(name: str, path: Path, ranks: int) -> tuple[list[str], str | 
     """
     grade = read_cell(require_exercise(name), "grade")
     names = _run_file(path)
+    skeleton = ast.parse(read_cell(require_exercise(name), "exercise").code)
+    for node in skeleton.body:
+        if isinstance(node, ast.FunctionDef) and not callable(names.get(node.name)):
+            return (
+                [],
+                f"{path} must define the function {node.name}; write the exercise again with --exercise",
+            )
     claims: list[str] = []
 
     def collect(block: Block) -> None:
@@ -67,8 +75,6 @@ def check_exercise(name: str, path: Path, ranks: int) -> tuple[list[str], str | 
             if "NotImplementedError" in str(error):
                 return claims, "the function is not written yet"
             return claims, str(error)
-        except NameError as error:
-            return claims, f"{error}: {path} must define it"
     return claims, None
 
 

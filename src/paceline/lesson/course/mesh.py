@@ -68,7 +68,7 @@ for rank, line in enumerate(results):
 def draw(figure):
     panels = figure.subplots(1, SHAPE[0], squeeze=False)[0]
     for d, axes in enumerate(panels):
-        axes.imshow(grid[d], cmap="Blues", vmin=0, vmax=2 * n)
+        axes.imshow(grid[d].tolist(), cmap="Blues", vmin=0, vmax=2 * n)
         for p in range(SHAPE[1]):
             for t in range(SHAPE[2]):
                 axes.text(t, p, str(int(grid[d, p, t])), ha="center", va="center")
