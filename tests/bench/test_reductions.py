@@ -81,6 +81,7 @@ def test_every_reduction_is_correct_on_gloo(size: int) -> None:
     assert measured | left_out == {*REDUCTIONS}
 
 
+@pytest.mark.slow
 def test_several_numbers_of_ranks_in_one_run(tmp_path: Path) -> None:
     words = ("--backends", "gloo", "--operations", "all-reduce,all-reduce-max", "--sizes", "1KiB,64KiB")
     files = ("--json", "a.json", "--plot", "a.svg", "--place", "in", "--seconds", "0.005")

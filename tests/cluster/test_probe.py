@@ -14,7 +14,7 @@ import pytest
 from command import paceline
 from paceline.cluster import cpu, environment, gpus, limits, mpi, network, topology
 from paceline.cluster.backends import versions
-from paceline.cluster.directories import Mount, examine, find_mount, list_usual
+from paceline.cluster.directories import Mount, examine, find_mount, list_usual, parse_stripes
 from paceline.cluster.facts import Fact
 from paceline.cluster.local_cluster import build_cluster
 from paceline.cluster.machine import Cpu, Machine, MemoryFacts, Quota, Slurm
@@ -67,6 +67,59 @@ def test_parse_nvidia_smi():
     assert [(row.sheet, row.memory_bytes, row.power_W) for row in v100] == [
         ("v100-pcie-32g", 32 * GiB, None)
     ] * 2
+
+
+MIG_QUERY = """\
+index, name, memory.total [MiB], driver_version, power.limit [W], compute_mode, mig.mode.current, \
+clocks.max.sm [MHz], clocks.max.memory [MHz]
+0, NVIDIA A100-SXM4-40GB, 40960 MiB, 550.90, 400.00 W, Default, Enabled, 1410 MHz, 1215 MHz
+1, NVIDIA A100-SXM4-40GB, 40960 MiB, 550.90, 400.00 W, Exclusive_Process, Disabled, 1410 MHz, 1215 MHz
+"""
+
+
+def write_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, refuses: str = "never") -> None:
+    """Put a program on PATH that answers like nvidia-smi; one of an old driver refuses a field."""
+    (folder / "query").write_text(MIG_QUERY)
+    (folder / "list").write_text(recorded("nvidia-smi-list-mig.txt"))
+    smi = folder / "nvidia-smi"
+    smi.write_text(
+        f'#!/bin/sh\ncase "$1" in\n*{refuses}*) echo "Field \\"{refuses}\\" is not a valid field to query."; '
+        f"exit 2;;\n-L) exec cat {folder}/list;;\nesac\nexec cat {folder}/query\n"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_instances_clocks_and_modes_of_gpus(tmp_path, monkeypatch):
+    write_smi(tmp_path, monkeypatch)
+    first, second = gpus.list_nvidia()
+    assert [instance.profile for instance in first.mig] == ["3g.20gb", "2g.10gb", "1g.5gb+me"]
+    assert [instance.memory_bytes for instance in first.mig] == [20 * 10**9, 10 * 10**9, 5 * 10**9]
+    assert (second.mig, second.compute_mode) == (None, "Exclusive_Process")
+    assert (first.sm_MHz, first.memory_MHz, first.power_W) == (1410, 1215, 400)
+    v100 = gpus.parse_nvidia(recorded("nvidia-smi-query-2xV100.csv"))
+    assert [(row.mig, row.compute_mode) for row in v100] == [(None, "Default")] * 2
+
+
+def test_an_old_driver_is_asked_for_less(tmp_path, monkeypatch):
+    write_smi(tmp_path, monkeypatch, refuses="mig.mode.current")
+    assert [row.index for row in gpus.list_nvidia()] == [0, 1]
+
+
+def test_a_process_that_sees_an_instance_is_not_planned_with_a_whole_gpu(tmp_path, monkeypatch):
+    write_smi(tmp_path, monkeypatch)
+    rows = gpus.list_nvidia()
+    uuid = rows[0].mig[1].uuid
+    for visible in ((uuid,), (uuid[:12],), (uuid, rows[0].mig[0].uuid)):
+        found = build_cluster(machine(accelerators=rows, visible=visible))
+        assert (found.devices_per_node, found.device.name) == (1, "NVIDIA A100-SXM4-40GB, MIG 2g.10gb")
+        assert found.device.memory_bytes.value == 10 * 10**9
+        assert not found.device.peaks_flops
+        assert found.links == ()
+    whole = build_cluster(machine(accelerators=rows[1:], visible=("1",)))
+    assert (whole.devices_per_node, whole.device.memory_bytes.value) == (1, 40960 * 2**20)
+    with pytest.raises(ClusterError, match="MIG-other is a part of a GPU"):
+        build_cluster(machine(accelerators=rows, visible=("MIG-other",)))
 
 
 def test_a_gpu_with_a_similar_name_has_no_peaks():
@@ -256,6 +309,8 @@ def test_rdma_devices(tmp_path):
         ("mlx5_10", "infiniband", True, 400_000),
     ]
     assert (found[2].numa, found[2].ports) == (1, "ib0")
+    assert [row.generation for row in found] == [None, "4X EDR", "4X NDR"]
+    assert "infiniband 4X NDR" in text_of(machine(interfaces=found))
     assert network.list_rdma(tmp_path / "nowhere") == ()
 
 
@@ -330,6 +385,30 @@ def test_quotas_of_several_file_systems():
     assert found["/home"].limit_files is None, "0 is no limit"
     assert found["/workspace"].limit_bytes == 500 * GiB
     assert found["/nfs_global"].limit_files == 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "stripe_count:  4 stripe_size:   1048576 pattern:       0 stripe_offset: -1 pool: flash\n",
+            (4, 2**20, "flash"),
+        ),
+        ("/scratch\nstripe_count:   1 stripe_size:    4194304 stripe_offset:  -1\n", (1, 2**22, None)),
+        (
+            "  lcm_layout_gen:    0\n  lcm_entry_count:   2\n    lcme_id:             N/A\n"
+            "      stripe_count:  1       stripe_size:   1048576       pattern:       raid0\n"
+            "    lcme_id:             N/A\n      stripe_count:  -1       stripe_size:   4194304\n",
+            (1, 2**20, None),
+        ),
+        ("stripe_count:  -1 stripe_size:   1048576 stripe_offset:  -1\n", (-1, 2**20, None)),
+        ("", (None, None, None)),
+        ("error: getstripe failed\n", (None, None, None)),
+    ],
+    ids=["pool", "path", "progressive", "all", "no lfs", "error"],
+)
+def test_stripes_of_lustre(text, expected):
+    assert parse_stripes(text) == expected
 
 
 def test_quotas_of_lustre():

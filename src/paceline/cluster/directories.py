@@ -2,6 +2,7 @@
 
 import getpass
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -76,7 +77,9 @@ def examine(
     real_path = str(path.resolve())
     mount = find_mount(real_path, mounts)
     stats = os.statvfs(path)
-    quota = _read_lustre_quota(real_path) if mount is not None and mount.filesystem == "lustre" else None
+    is_lustre = mount is not None and mount.filesystem == "lustre"
+    quota = _read_lustre_quota(real_path) if is_lustre else None
+    stripes = parse_stripes(run("lfs", "getstripe", "-d", real_path)) if is_lustre else Stripes()
     return Directory(
         path=str(path),
         names=names,
@@ -85,8 +88,37 @@ def examine(
         size_bytes=stats.f_blocks * stats.f_frsize,
         free_bytes=stats.f_bavail * stats.f_frsize,
         free_files=stats.f_favail if stats.f_files else None,  # some file systems do not count files
+        stripes=stripes.num_stripes,
+        stripe_bytes=stripes.size_bytes,
+        pool=stripes.pool,
         quota=quota
         or find_quota(real_path, mount.point if mount else None, mount.device if mount else None, quotas),
+    )
+
+
+class Stripes(NamedTuple):
+    """How Lustre divides a new file over its targets. A number of -1 means all of them."""
+
+    num_stripes: int | None = None
+    size_bytes: int | None = None
+    pool: str | None = None
+
+
+def parse_stripes(text: str) -> Stripes:
+    """Return the default layout of a directory, from `lfs getstripe -d`.
+
+    Of a layout with several components, that of the first extent counts.
+    """
+
+    def find(name: str) -> str | None:
+        match = re.search(rf"\b(?:lmm_)?{name}:\s+(\S+)", text)
+        return match[1] if match is not None else None
+
+    count, size = find("stripe_count"), find("stripe_size")
+    return Stripes(
+        int(count) if count is not None and re.fullmatch(r"-?\d+", count) else None,
+        int(size) if size is not None and size.isdigit() else None,
+        find("pool"),
     )
 
 

@@ -5,16 +5,44 @@ import json
 import re
 from typing import Any
 
-from paceline.cluster.machine import Accelerator
+from paceline.cluster.machine import Accelerator, MigInstance
 from paceline.cluster.published import find_published_name
 from paceline.cluster.run_tool import run
+from paceline.errors import ClusterError
 
 QUERY = "index,name,memory.total,driver_version,power.limit,pci.bus_id"
+MORE = "uuid,compute_mode,mig.mode.current,clocks.max.sm,clocks.max.memory"  # drivers before 450 lack some
 
 
 def list_nvidia() -> tuple[Accelerator, ...]:
     """Return NVIDIA's GPUs of this machine. Raises ClusterError if nvidia-smi fails."""
-    return parse_nvidia(run("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv"))
+    try:
+        text = run("nvidia-smi", f"--query-gpu={QUERY},{MORE}", "--format=csv")
+    except ClusterError:  # an old driver refuses fields that it does not know
+        text = run("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv")
+    found = parse_nvidia(text)
+    if not any(row.mig is not None for row in found):
+        return found
+    instances = parse_mig(run("nvidia-smi", "-L"))
+    return tuple(
+        row.model_copy(update={"mig": instances.get(row.index, ())}) if row.mig is not None else row
+        for row in found
+    )
+
+
+def parse_mig(text: str) -> dict[int, tuple[MigInstance, ...]]:
+    """Return the instances of each GPU by its index, as `nvidia-smi -L` lists them below the GPU."""
+    instances: dict[int, tuple[MigInstance, ...]] = {}
+    index = None
+    for line in text.splitlines():
+        if (match := re.match(r"GPU (\d+):", line)) is not None:
+            index = int(match[1])
+        elif index is not None and (
+            match := re.match(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)\s]+)\)", line)
+        ):
+            instance = MigInstance(profile=match[1], uuid=match[2])
+            instances[index] = (*instances.get(index, ()), instance)
+    return instances
 
 
 def list_amd() -> tuple[Accelerator, ...]:
@@ -53,6 +81,11 @@ def _nvidia(row: dict[str, str]) -> Accelerator:
         memory_bytes=int(memory * 2**20) if memory else None,
         driver=row.get("driver_version"),
         power_W=power,
+        compute_mode=_known(row.get("compute_mode")),
+        sm_MHz=_number(row.get("clocks.max.sm")),
+        memory_MHz=_number(row.get("clocks.max.memory")),
+        uuid=_known(row.get("uuid")),
+        mig=() if row.get("mig.mode.current") == "Enabled" else None,
         bus=row.get("pci.bus_id"),
         sheet=find_published_name(row["name"]),
     )
@@ -93,6 +126,11 @@ def _amd(index: int, row: dict[str, Any], driver: str | None) -> Accelerator:
 def _value(row: dict[str, Any], key: str) -> str | None:
     text = next((str(value) for name, value in row.items() if name.lower() == key), None)
     return None if text in (None, "", "N/A") else text
+
+
+def _known(text: str | None) -> str | None:
+    """Return a value of nvidia-smi, or None for `[N/A]`."""
+    return None if not text or text.startswith("[") else text
 
 
 def _number(text: str | None) -> float | None:

@@ -1,6 +1,7 @@
 """The Cluster of this machine: from cluster.json, or from a probe without measurements."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.cluster import file
@@ -8,6 +9,7 @@ from paceline.cluster.facts import Cluster, Device, Fact, Link
 from paceline.cluster.machine import Accelerator, Machine
 from paceline.cluster.published import sheets
 from paceline.cluster.topology import count_gpu_links
+from paceline.errors import ClusterError
 
 VECTOR_BITS = {"AVX-512": 512, "AVX2": 256, "AVX": 256, "SSE": 128, "NEON": 128, "SVE": 256}
 PLACES = (Path("cluster.json"), Path("bench/cluster.json"))
@@ -53,11 +55,41 @@ def _accelerators(machine: Machine) -> tuple[int, Device, tuple[Link, ...]] | No
     rows = [row for row in machine.accelerators if row.memory_bytes]
     if not rows or machine.visible == ():
         return None
+    if (instance := _find_mig_device(rows, machine.visible)) is not None:
+        return instance
     name, count = Counter(row.name for row in rows).most_common(1)[0]
     if machine.visible is not None:
         count = min(count, len(machine.visible))
     first = next(row for row in rows if row.name == name)
     return count, _device(first), _links(first, machine)
+
+
+def _find_mig_device(
+    rows: Sequence[Accelerator], visible: Sequence[str] | None
+) -> tuple[int, Device, tuple[Link, ...]] | None:
+    """Return the instance of a divided GPU that a process sees; None if it sees whole GPUs.
+
+    CUDA shows a process one instance, whatever the number of names. Its peaks are not published. Raises
+    ClusterError if its memory is unknown.
+    """
+    divided = [row for row in rows if row.mig is not None]
+    names = [name for name in visible or () if name.startswith("MIG-")]
+    if not names and len(divided) < len(rows):
+        return None
+    found = [
+        (row, instance)
+        for row in divided
+        for instance in row.mig or ()
+        if not names or any(instance.uuid.startswith(name) for name in names[:1])
+    ]
+    row, instance = found[0] if found else (divided[0] if divided else rows[0], None)
+    if instance is None or instance.memory_bytes is None:
+        raise ClusterError(
+            f"{names[0] if names else row.name} is a part of a GPU (MIG) of unknown memory: nvidia-smi "
+            "-L does not list it; describe it in cluster.json"
+        )
+    memory = Fact(value=instance.memory_bytes, source="declared", note=f"MIG profile {instance.profile}")
+    return 1, Device(name=f"{row.name}, MIG {instance.profile}", kind="cuda", memory_bytes=memory), ()
 
 
 def _device(row: Accelerator) -> Device:

@@ -3,6 +3,7 @@
 Missing facts are None or empty, never guessed.
 """
 
+import re
 from typing import Literal
 
 from pydantic import Field
@@ -37,6 +38,19 @@ class MemoryFacts(Value):
     limit_bytes: int | None = None  # limit of the control group
 
 
+class MigInstance(Value):
+    """A part of a GPU of NVIDIA, which programs use like a GPU (multi-instance GPU)."""
+
+    profile: str  # 1g.10gb: seventh parts of the processors, and memory
+    uuid: str
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The memory by the name of the profile, in 10⁹ bytes, which is less than the driver reports."""
+        match = re.search(r"\.(\d+)gb", self.profile)
+        return int(match[1]) * 10**9 if match is not None else None
+
+
 class Accelerator(Value):
     """A GPU."""
 
@@ -46,6 +60,11 @@ class Accelerator(Value):
     memory_bytes: int | None = None
     driver: str | None = None
     power_W: float | None = None  # power limit
+    compute_mode: str | None = None  # Default, Exclusive_Process, Prohibited
+    sm_MHz: float | None = None  # highest clock of the processors
+    memory_MHz: float | None = None  # highest clock of the memory
+    uuid: str | None = None
+    mig: tuple[MigInstance, ...] | None = None  # None: the GPU is not divided
     bus: str | None = None  # PCI address
     sheet: str | None = None  # name in the table of published devices
 
@@ -72,6 +91,7 @@ class Interface(Value):
     addresses: tuple[str, ...] = ()  # IPv4
     numa: int | None = None  # NUMA node
     ports: str | None = None  # network interfaces of an RDMA device
+    generation: str | None = None  # of InfiniBand, with the number of lanes: 4X NDR
 
 
 class BackendFacts(Value):
@@ -132,6 +152,9 @@ class Directory(Value):
     size_bytes: int | None = None
     free_bytes: int | None = None
     free_files: int | None = None
+    stripes: int | None = None  # of a new file on Lustre; -1: on all targets
+    stripe_bytes: int | None = None
+    pool: str | None = None  # of the targets of Lustre on which new files are
     quota: Quota | None = None
     note: str = ""
 

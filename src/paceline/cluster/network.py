@@ -49,7 +49,7 @@ def list_rdma(root: Path = SYS) -> tuple[Interface, ...]:
 
 
 def _port(device: Path, port: Path) -> Interface:
-    rate = re.match(r"([\d.]+) Gb/sec", _text(port / "rate"))  # 400 Gb/sec (4X NDR)
+    rate = re.match(r"([\d.]+) Gb/sec(?: \((\d+X \w+)\))?", _text(port / "rate"))  # 400 Gb/sec (4X NDR)
     interfaces = device / "device/net"
     ports = sorted(device.glob("ports/*"))
     return Interface(
@@ -57,6 +57,7 @@ def _port(device: Path, port: Path) -> Interface:
         kind={"InfiniBand": "infiniband", "Ethernet": "roce"}.get(_text(port / "link_layer"), "rdma"),
         up="ACTIVE" in _text(port / "state"),  # 4: ACTIVE
         Mbps=round(float(rate[1]) * 1000) if rate else None,
+        generation=rate[2] if rate and _text(port / "link_layer") == "InfiniBand" else None,
         numa=_number(device / "device/numa_node"),
         ports=", ".join(sorted(path.name for path in interfaces.iterdir())) if interfaces.is_dir() else None,
     )

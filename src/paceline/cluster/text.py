@@ -1,5 +1,6 @@
 """A machine as text for a terminal."""
 
+from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime
 
@@ -7,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cluster.machine import BackendFacts, Directory, Interface, Machine, Quota
+from paceline.cluster.machine import Accelerator, BackendFacts, Directory, Interface, Machine, Quota
 from paceline.cluster.published import sheets
 from paceline.cluster.topology import count_gpu_links, find_nearest_nics
 from paceline.units import format_bytes, format_count, several
@@ -143,6 +144,11 @@ def _accelerators(machine: Machine) -> Table:
             format_bytes(row.memory_bytes) if row.memory_bytes else "" for row in machine.accelerators
         ],
         "power": [f"{row.power_W:g} W" if row.power_W else "" for row in machine.accelerators],
+        "clocks": [_clocks(row) for row in machine.accelerators],
+        "mode": [row.compute_mode or "" for row in machine.accelerators]
+        if any(row.compute_mode not in (None, "Default") for row in machine.accelerators)
+        else [],
+        "instances": [_instances(row) for row in machine.accelerators],
     }
     keys = [f"GPU{row.index}" for row in machine.accelerators]
     if topology is not None:
@@ -154,6 +160,21 @@ def _accelerators(machine: Machine) -> Table:
     return _table({name: cells for name, cells in columns.items() if any(cells)}, right=("memory", "power"))
 
 
+def _clocks(row: Accelerator) -> str:
+    """Return the highest clocks of processors and memory."""
+    if row.sm_MHz is None or row.memory_MHz is None:
+        return ""
+    return f"{row.sm_MHz:g}, memory {row.memory_MHz:g} MHz"
+
+
+def _instances(row: Accelerator) -> str:
+    """Return the profiles of a GPU that is divided: "2 × 3g.20gb"."""
+    if row.mig is None:
+        return ""
+    counts = Counter(instance.profile for instance in row.mig)
+    return ", ".join(f"{count} × {profile}" for profile, count in counts.items()) or "none (MIG is on)"
+
+
 def _interfaces(rows: Iterable[Interface]) -> RenderableType:
     up = [row for row in rows if row.up]
     down = [row.name for row in rows if not row.up]
@@ -161,7 +182,7 @@ def _interfaces(rows: Iterable[Interface]) -> RenderableType:
         return Text("no network interface is up" + (f"; down: {', '.join(down)}" if down else ""))
     columns = {
         "network": [row.name for row in up],
-        "kind": [row.kind for row in up],
+        "kind": [" ".join(filter(None, (row.kind, row.generation))) for row in up],
         "speed": [_speed(row.Mbps) for row in up],
         "NUMA": [_number(row.numa) for row in up],
         "address": [", ".join(row.addresses) or row.ports or "" for row in up],
@@ -201,9 +222,19 @@ def _directories(rows: Iterable[Directory]) -> Table:
         "free": [format_bytes(row.free_bytes) if row.free_bytes is not None else "" for row in rows],
         "of": [format_bytes(row.size_bytes) if row.size_bytes is not None else "" for row in rows],
         "files free": [format_count(row.free_files) if row.free_files is not None else "" for row in rows],
+        "stripes": [_stripes(row) for row in rows],
         "quota": [_quota(row.quota) if row.quota else "" for row in rows],
     }
     return _table(columns, right=("free", "of", "files free"))
+
+
+def _stripes(row: Directory) -> str:
+    """Return how Lustre places a new file: "4 of 1 MiB in pool flash"."""
+    if row.stripes is None:
+        return ""
+    count = "all targets" if row.stripes < 0 else str(row.stripes)
+    size = f" of {format_bytes(row.stripe_bytes)}" if row.stripe_bytes else ""
+    return f"{count}{size}" + (f" in pool {row.pool}" if row.pool else "")
 
 
 def _quota(quota: Quota) -> str:
