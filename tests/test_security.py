@@ -812,7 +812,7 @@ def test_job_array_is_refused(tmp_path):
         "site.toml: sbatch has '--array=1-4', which conflicts with the job script of Paceline; "
         "its tasks would all train in one run folder" in refused.err
     )
-    assert "submit each training separately, with a different --run-dir" in refused.err
+    assert "leave it out, and use paceline submit --array seed=1..8" in refused.err
     (tmp_path / "r").mkdir()
     job = Job(tmp_path / "r", tmp_path, nodes=1, ranks_per_node=1, time="10", python="true")
     environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from command import find_marked_processes, paceline, start, write_task
 from paceline.drill.matrix import PLANS, DrillTrial, TrialFile, TrialResult, build_matrix, summarize
 from paceline.errors import RunError
 from paceline.plan.plan import parse
+from pages import read_blocks
 
 TRIAL = DrillTrial(task="t", batch=8, steps=12, seed=0, plan="ddp", ranks=2, fault="kill", moment=5)
 RESULT = TrialResult(trial=TRIAL, verdict="holds", step=4, rank=1)
@@ -98,6 +100,8 @@ def test_bad_input_is_reported_in_one_sentence(words: tuple[str, ...], message: 
 @pytest.mark.timeout(600)
 def test_an_interrupted_series_prints_its_table_and_continues(tmp_path: Path) -> None:
     """Two starts, each ended by SIGTERM after one more result: no drill is repeated."""
+    page = shlex.split(read_blocks("docs/drill.md")["all"])
+    assert page[:3] + page[3:5] == ["paceline", "drill", "digits", "--all", "--record"]
     words = ("drill", write_task(tmp_path), "--all", "--record", "r.jsonl", "--faults", "kill,flip-weight")
     record = tmp_path / "r.jsonl"
 

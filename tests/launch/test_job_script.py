@@ -56,6 +56,19 @@ SCRIPTS = {
             environment={"DATA": "a b"},
         ),
     ),
+    "pyxis.sh": (
+        replace(JOB, run=Path("/scratch/runs/a"), folder=Path("/home/me/my work")),
+        Site(container="nvcr.io#nvidia/pytorch:25.06-py3", runtime="pyxis", setup=("source set_vars.sh",)),
+    ),
+    "podman.sh": (
+        JOB,
+        Site(
+            container="docker.io/pytorch/pytorch",
+            runtime="podman",
+            reservation="course",
+            environment={"DATA": "a b"},
+        ),
+    ),
 }
 
 
@@ -135,6 +148,7 @@ def test_the_site_file_of_this_folder(tmp_path, monkeypatch):
             'gres = "gpu:2"\ngpus_per_node = 2',
             "gres='gpu:2' and gpus_per_node=2 exclude each other; keep only one",
         ),
+        ('runtime = "podman"', "runtime='podman' requires container, the image that it starts"),
         ('stage_in = "data.tar"', "stage_in='data.tar' requires scratch, the folder to unpack it to"),
         ('account = "a\\nrm -rf b"', "account must be a single line of printable text, got 'a\\nrm -rf b'"),
         ('sbatch = ["exclusive"]', "sbatch must be options such as '--exclusive', got 'exclusive'"),
@@ -170,6 +184,34 @@ def test_a_container_gets_the_gpus_of_its_node(there: tuple[str, ...], flag: str
     program = f"PATH={tmp_path}:$PATH\n{function}in_container echo hello"
     output = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True).stdout
     assert output.startswith(f"exec -e {flag} --bind ")
+
+
+@pytest.mark.parametrize(
+    ("there", "devices"),
+    [
+        ((), ""),
+        (("nvidiactl",), "--device nvidia.com/gpu=all "),
+        (("kfd",), "--device {}/kfd --device {}/dri "),
+    ],
+    ids=["cpu", "nvidia", "amd"],
+)
+def test_podman_gets_the_gpus_and_the_variables_of_its_rank(
+    there: tuple[str, ...], devices: str, tmp_path: Path
+) -> None:
+    for name in there:
+        (tmp_path / name).touch()
+    script = render(*SCRIPTS["podman.sh"]).replace("/dev/", f"{tmp_path}/")
+    begin = script.index("in_container() {")
+    function = script[begin : script.index("\n}\n", begin) + 3]
+    stub = tmp_path / "podman"
+    stub.write_text("#!/bin/sh\necho $*\n")
+    stub.chmod(0o755)
+    program = f"PATH={tmp_path}:$PATH\nexport SLURM_PROCID=3 run=/r\n{function}in_container echo hello"
+    output = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True).stdout
+    assert output.startswith("run --rm --network host --ipc host --userns keep-id ")
+    assert "-e SLURM_PROCID" in output
+    assert "-e run" in output
+    assert output.endswith(f"{devices.format(tmp_path, tmp_path)}docker.io/pytorch/pytorch echo hello\n")
 
 
 if __name__ == "__main__":

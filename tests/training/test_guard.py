@@ -2,6 +2,7 @@
 
 import os
 import random
+import shlex
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 import models
+from command import succeed
 from harness import ranks, train_on_ranks
 from paceline import RunFolder, Spec, train
 from paceline.drill.bit_flip import MANTISSA_BITS, flip_bit
@@ -24,6 +26,7 @@ from paceline.training.guard.recompute import find_wrong_losses
 from paceline.training.guard.suspects import Suspect, read_suspects, record_suspects
 from paceline.training.guard.verdict import Corruption, RankRecord, find_corruption
 from paceline.training.step import TrainingStep
+from pages import read_blocks
 
 STEPS = 12
 
@@ -398,6 +401,17 @@ def test_loaded_weights_are_compared_with_those_before_the_save(
     for message in ranks(2)(resume_run, read, longer, tmp_path, flips):
         is_found = flips and guard.every is not None
         assert ("other bits of 0.weight than the training had at step 12" in message) == is_found, message
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_command_of_the_page(tmp_path: Path) -> None:
+    words = shlex.split(read_blocks("docs/runs.md")["guard"])
+    done = succeed(*words[1:], "--run-dir", "r", at=tmp_path)
+    run = RunFolder(tmp_path / "r")
+    assert run.request()[0].guard == WeightGuard(every=10, locate=True)
+    assert "done" in done.out
+    assert read_suspects(run) == []
 
 
 # Long sweeps

@@ -1,11 +1,17 @@
 """paceline submit: queue a training in Slurm."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from paceline.cli.request_options import TrainingRequest, with_request_options
+
+if TYPE_CHECKING:
+    from paceline.launch.slurm.job_script import Job
+    from paceline.launch.slurm.site import Site
+    from paceline.launch.slurm.sweep import ArraySweep
 
 Time = Annotated[
     str | None, Option(help="Time limit of the job, such as 02:00:00 [default: that of the partition]")
@@ -23,6 +29,22 @@ def submit(
     request: TrainingRequest,
     time: Time = None,
     site: SiteFile = None,
+    array: Annotated[
+        list[str] | None,
+        Option(
+            metavar="NAME=VALUES",
+            help="Train once for each value, as a job array: seed=1..8, optimizer.lr=0.1,0.01, or "
+            "seed=1..8%2 for two at a time. Repeat it for all combinations.",
+        ),
+    ] = None,
+    kubernetes: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="Print a manifest for Kubernetes with the settings of this file, and queue nothing: "
+            "paceline submit … --kubernetes kubernetes.toml | kubectl apply -f -",
+        ),
+    ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the job script without submitting it.")] = False,
 ) -> None:
     """Queue a training in Slurm, and print the number of the job.
@@ -34,6 +56,7 @@ def submit(
     from paceline.launch.slurm import client as slurm
     from paceline.launch.slurm.job_script import build_job, render
     from paceline.launch.slurm.site import read_site
+    from paceline.launch.slurm.sweep import parse_sweep
     from paceline.plan.plan import AUTO, read_plan
     from paceline.report.mlflow_process import check_mlflow
     from paceline.run import choose_path, create
@@ -47,11 +70,17 @@ def submit(
     check_mlflow(launch.mlflow)
     spec = spec.model_copy(update={"task": task.check_reference(spec.task)})
     path = choose_path(launch.run, spec.task)
+    if kubernetes is not None:
+        _print_manifest(TrainingRequest(spec, launch), path.name, kubernetes, bool(array or time or site))
+        return
     settings = read_site(site)
     slurm.check_time(time, settings)
     job = build_job(launch, settings, path, time)
     if launch.plan != AUTO:
         read_plan(launch.plan, job.ranks, spec.batch)
+    if array:
+        _submit_sweep(parse_sweep(array), TrainingRequest(spec, launch), job, settings, dry_run)
+        return
     script = render(job, settings)
     if dry_run:
         print(script, end="")
@@ -66,3 +95,68 @@ def submit(
         run.delete()
         raise
     print(f"{path}: job {number}")
+
+
+def _print_manifest(request: TrainingRequest, name: str, file: Path, has_slurm_options: bool) -> None:
+    """Print the manifest of a training. Raises an Error."""
+    from paceline.errors import LaunchError
+    from paceline.launch.kubernetes.cluster import read_kubernetes
+    from paceline.launch.kubernetes.manifest import PodTraining, render_manifest
+    from paceline.launch.slurm.job_script import check_even_split
+    from paceline.plan.plan import AUTO, read_plan
+
+    if has_slurm_options:
+        raise LaunchError(
+            "--kubernetes prints a manifest, and --array, --time and --site are options of Slurm; leave them "
+            "out"
+        )
+    spec, launch = request
+    cluster = read_kubernetes(file)
+    ranks = launch.ranks or launch.nodes * (cluster.gpus_per_node or 1)
+    per_node = check_even_split(ranks, launch.nodes)
+    if launch.plan != AUTO:
+        read_plan(launch.plan, ranks, spec.batch)
+    print(render_manifest(PodTraining(name, spec, launch, launch.nodes, per_node), cluster), end="")
+
+
+def _submit_sweep(
+    sweep: "ArraySweep", request: TrainingRequest, job: "Job", settings: "Site", dry_run: bool
+) -> None:
+    """Queue an array of jobs, each with a run folder in the folder of `job`. Raises an Error."""
+    import shutil
+
+    from paceline.errors import Error, RunError
+    from paceline.launch.slurm import client as slurm
+    from paceline.launch.slurm.job_script import render
+    from paceline.launch.slurm.sweep import build_requests, render_sweep
+    from paceline.plan.plan import AUTO, read_plan
+    from paceline.run import create
+
+    spec, launch = request
+    requests = build_requests(sweep, spec, launch)
+    jobs = [replace(job, run=job.run / name) for name, _ in requests]
+    if len({one.run for one in jobs}) < len(jobs):
+        raise RunError("two trainings of --array would have the same folder; use values that differ more")
+    if launch.plan != AUTO:
+        for _, each in requests:
+            read_plan(launch.plan, job.ranks, each.batch)
+    script = render_sweep(jobs, job.run, settings, sweep.limit)
+    if dry_run:
+        print(script, end="")
+        return
+    slurm.check(job, settings)
+    try:
+        runs = []
+        for one, (_, each) in zip(jobs, requests, strict=True):
+            run = create(one.run, each, launch.model_copy(update={"ranks": job.ranks}))
+            run.job_script.write_text(render(one, settings), encoding="utf-8")
+            runs.append(run)
+        (job.run / "array.sh").write_text(script, encoding="utf-8")
+        number = slurm.submit(job.run / "array.sh")
+        for at, run in enumerate(runs):
+            run.write_job(f"{number}_{at}")
+    except (Error, OSError, KeyboardInterrupt):
+        shutil.rmtree(job.run, ignore_errors=True)
+        raise
+    for at, run in enumerate(runs):
+        print(f"{run.path}: job {number}_{at}")

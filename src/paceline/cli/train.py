@@ -1,6 +1,8 @@
 """paceline train: train a task on any number of ranks."""
 
 import contextlib
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -48,6 +50,8 @@ def start_run(spec: Spec, launch: Launch, me: World) -> None:
         _resume_restarted(launch, me)
         return
     announce_start(me)
+    if me.launcher is None and launch.launcher in (None, "local") and launch.nodes == 1:
+        warn_of_login_node()
     with contextlib.ExitStack() as stack:
         path = early = None
         if me.launcher is None and (launch.ranks or 1) > 1:
@@ -66,6 +70,14 @@ def start_run(spec: Spec, launch: Launch, me: World) -> None:
             if not has_started(run):
                 run.delete()
             raise
+
+
+def warn_of_login_node() -> None:
+    """Print a warning if this machine is a login node of Slurm."""
+    from paceline.launch.slurm.login_node import describe_login_node, find_login_node
+
+    if (name := find_login_node(os.environ)) is not None:
+        print(f"paceline: warning: {describe_login_node(name)}", file=sys.stderr)
 
 
 def _resume_restarted(launch: Launch, me: World) -> None:

@@ -54,7 +54,7 @@ def check_site(context: PreflightContext) -> Results:
     if site.venv is not None:
         yield from _check_python(Path(site.venv) / "bin/python", f"venv {site.venv}", site.modules)
     if site.container is not None:
-        yield from _check_container(site.container)
+        yield from _check_container(site.container, site.runtime)
     if site.stage_in is not None:
         yield from _check_stage_in(Path(site.stage_in))
 
@@ -101,17 +101,36 @@ def _judge_imports(what: str, status: int, output: str) -> tuple[Verdict, str]:
     return "passes", f"{what} has torch and paceline"
 
 
-def _check_container(image: str) -> Results:
-    if "://" not in image and not Path(image).exists():
+def _check_container(image: str, runtime: str) -> Results:
+    if runtime == "pyxis":
+        yield from _check_pyxis(image)
+        return
+    is_remote = "://" in image or runtime == "podman"  # whose images have no prefix
+    if not is_remote and not Path(image).exists():
         yield "fails", f"container {image} does not exist; specify its whole path in the site file"
-    elif shutil.which("apptainer") is None:
+    elif shutil.which(runtime) is None:
         yield (
             "warns",
-            f"container {image} was not checked: this machine has no apptainer on PATH; "
+            f"container {image} was not checked: this machine has no {runtime} on PATH; "
             "the nodes must have it",
         )
     else:
-        yield "passes", f"container {image}, and apptainer to run it"
+        yield "passes", f"container {image}, and {runtime} to run it"
+
+
+def _check_pyxis(image: str) -> Results:
+    """Check that srun knows the options of the plugin, which its help lists."""
+    status, output = _run_in_login_shell("srun --help")
+    if status:
+        yield "warns", f"container {image} was not checked: this machine has no srun on PATH"
+    elif "--container-image" not in output:
+        yield (
+            "fails",
+            f"runtime='pyxis': srun has no option --container-image, which the plugin pyxis adds; use "
+            f"runtime='apptainer' for {image}",
+        )
+    else:
+        yield "passes", f"container {image}, and pyxis to run it"
 
 
 def _check_stage_in(tar: Path) -> Results:

@@ -96,6 +96,7 @@ def list_options(job: Job, site: Site) -> dict[str, str]:
         "account": site.account,
         "qos": site.qos,
         "constraint": site.constraint,
+        "reservation": site.reservation,
         "gres": site.gres,
         "gpus-per-node": site.gpus_per_node,
         "mem": site.memory,
@@ -106,31 +107,37 @@ def list_options(job: Job, site: Site) -> dict[str, str]:
     return {name: str(value) for name, value in options.items() if value is not None}
 
 
-def _head(job: Job, site: Site) -> str:
+def describe_head(job: Job, site: Site) -> list[str]:
+    """Return the lines of a job script with the options of sbatch."""
     options = [f"--{name}={_quoted(value)}" for name, value in list_options(job, site).items()]
-    lines = [
+    return [
         f"#SBATCH {option}"
         for option in (*options, "--requeue", *(ELASTIC if job.restarts else ()), *site.sbatch)
     ]
+
+
+def _head(job: Job, site: Site) -> str:
+    lines = describe_head(job, site)
     comment = (
         "# Trains, or continues from the last checkpoint. To start it again: sbatch "
-        f"{_word(job.run / 'job.sh')}"
+        f"{quote_word(job.run / 'job.sh')}"
     )
     return "\n".join(["#!/bin/bash", *lines, comment])
 
 
 def _set_up(job: Job, site: Site) -> str:
     lines = [
-        f"run={_word(job.run)}",
+        f"run={quote_word(job.run)}",
         _NO_ARRAY,
-        f"cd {_word(job.folder)} || exit",
+        f"cd {quote_word(job.folder)} || exit",
         'echo "$SLURM_JOB_ID" > "$run/job"',
         f"module load {shlex.join(site.modules)}" if site.modules else None,
-        f'eval "$(conda shell.bash hook)"\nconda activate {_word(site.conda)}'
+        *site.setup,
+        f'eval "$(conda shell.bash hook)"\nconda activate {quote_word(site.conda)}'
         if site.conda is not None
         else None,
-        f"source {_word(site.venv)}/bin/activate" if site.venv is not None else None,
-        *(f"export {name}={_word(value)}" for name, value in sorted(_variables(site).items())),
+        f"source {quote_word(site.venv)}/bin/activate" if site.venv is not None else None,
+        *(f"export {name}={quote_word(value)}" for name, value in sorted(_variables(site).items())),
         # since Slurm 22.05, srun no longer inherits --cpus-per-task
         f"export SRUN_CPUS_PER_TASK={cpus}" if (cpus := job.cpus_per_task(site)) is not None else None,
     ]
@@ -143,7 +150,7 @@ def _stage_in(site: Site) -> str:
     return f"""
 # Unpack once on each node, even if several jobs start at the same time; unpack again if the tar is newer.
 stage_in() {{
-    scratch={_expanded(site.scratch)} tar={_word(site.stage_in)}
+    scratch={_expanded(site.scratch)} tar={quote_word(site.stage_in)}
     mkdir -p "$scratch" && exec 9> "$scratch/.${{tar##*/}}.lock" && flock 9 || return
     [ "$scratch/.${{tar##*/}}.done" -nt "$tar" ] && return
     tar -xf "$tar" -C "$scratch" && touch "$scratch/.${{tar##*/}}.done"
@@ -155,13 +162,15 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per
 
 def _train(job: Job, site: Site) -> str:
     python = job.python if site.conda is None and site.venv is None and site.container is None else "python"
-    rank = f'{_word(python)} -m paceline {"agent" if job.restarts else "rank"} "$run"'
+    rank = f'{quote_word(python)} -m paceline {"agent" if job.restarts else "rank"} "$run"'
     srun = " ".join(
         [*SRUN, *ELASTIC, '--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'] if job.restarts else SRUN
     )
     container = _container(job, site)
     if container:
         rank = f"bash -c 'in_container {rank}'"
+    elif site.container is not None:
+        srun = f"{srun} {_pyxis_options(job, site)}"
     return "\n\n".join(part for part in (container, f"{_BEGIN}\n{srun} {rank} &\n{_END}") if part)
 
 
@@ -169,11 +178,48 @@ def _train(job: Job, site: Site) -> str:
 DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
+def _list_mounts(job: Job, site: Site) -> list[str]:
+    """Return words of the shell with the folders that a container sees."""
+    outside = [] if job.run.is_relative_to(job.folder) else [job.run.parent]
+    scratch = [_expanded(site.scratch)] if site.scratch is not None else []
+    return [*map(quote_word, (job.folder, *outside)), *scratch]
+
+
+def _pyxis_options(job: Job, site: Site) -> str:
+    """Return the options with which NVIDIA's plugin for srun starts ranks in a container."""
+    mounts = ",".join(f"{mount}:{mount}" for mount in _list_mounts(job, site))
+    return (
+        f"--container-image={quote_word(site.container)} --container-mounts={mounts} "
+        f"--container-workdir={quote_word(job.folder)}"
+    )
+
+
+def _podman(job: Job, site: Site) -> str:
+    names = ["${!SLURM_*}", *DEVICES, "run", *sorted(_variables(site))]
+    volumes = " ".join(f"-v {mount}:{mount}" for mount in _list_mounts(job, site))
+    return f"""
+# The container gets the variables that identify a rank, the network of the node and its GPUs.
+in_container() {{
+    options=()
+    for name in {" ".join(names)}; do
+        [ -z "${{!name+set}}" ] || options+=(-e "$name")
+    done
+    [ -e /dev/kfd ] && options+=(--device /dev/kfd --device /dev/dri)
+    [ -e /dev/nvidiactl ] && options+=(--device nvidia.com/gpu=all)
+    exec podman run --rm --network host --ipc host --userns keep-id --pids-limit -1 {volumes} \\
+        -w {quote_word(job.folder)} "${{options[@]}}" {quote_word(site.container)} "$@"
+}}
+export -f in_container
+export run""".strip("\n")
+
+
 def _container(job: Job, site: Site) -> str:
-    if site.container is None:
+    if site.container is None or site.runtime == "pyxis":
         return ""
+    if site.runtime == "podman":
+        return _podman(job, site)
     binds = [
-        f"--bind {_word(job.folder)}",
+        f"--bind {quote_word(job.folder)}",
         *([f"--bind {_expanded(site.scratch)}"] if site.scratch is not None else []),
     ]
     names = ["${!SLURM_*}", *DEVICES, *sorted(_variables(site))]
@@ -184,7 +230,7 @@ in_container() {{
         [ -z "${{!name+set}}" ] || export "APPTAINERENV_$name=${{!name}}"
     done
     [ -e /dev/kfd ] && [ ! -e /dev/nvidiactl ] && gpu=--rocm || gpu=--nv
-    exec apptainer exec -e "$gpu" {" ".join(binds)} {_word(site.container)} "$@"
+    exec apptainer exec -e "$gpu" {" ".join(binds)} {quote_word(site.container)} "$@"
 }}
 export -f in_container
 export run""".strip("\n")
@@ -227,7 +273,7 @@ fi
 exit "$status\"""".strip("\n")
 
 
-def _word(text: object) -> str:
+def quote_word(text: object) -> str:
     """Return a word of the shell in which nothing is expanded."""
     return shlex.quote(str(text))
 

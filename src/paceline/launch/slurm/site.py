@@ -3,7 +3,7 @@
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -18,8 +18,8 @@ RESERVED_OPTIONS = (
     (
         "array",
         "a",
-        "its tasks would all train in one run folder; submit each training separately, with a different "
-        "--run-dir",
+        "its tasks would all train in one run folder; leave it out, and use paceline submit --array "
+        "seed=1..8",
     ),
     ("nodes", "N", "leave it out, and use paceline submit --nodes"),
     ("ntasks", "n", "leave it out, and use paceline submit --ranks"),
@@ -42,14 +42,17 @@ class Site(Value):
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
+    reservation: str | None = None
     gres: str | None = None  # per node, in the syntax of Slurm: gpu:a100:4
     gpus_per_node: int | None = Field(None, ge=1)
     cpus_per_rank: int | None = Field(None, ge=1)
     memory: str | None = None  # per node, in the syntax of Slurm: 64G
     modules: Words = ()
+    setup: Words = ()  # lines of bash after the modules: source set_vars.sh
     conda: str | None = None  # name or folder of an environment
     venv: str | None = None  # folder of a virtual environment
-    container: str | None = None  # image for apptainer
+    container: str | None = None  # image, or its address for pyxis and podman
+    runtime: Literal["apptainer", "pyxis", "podman"] = "apptainer"  # that starts the container
     interface: str | None = None  # network interface between nodes: ib0
     scratch: str | None = None  # fast folder of each node, with shell variables: $TMPDIR
     stage_in: str | None = None  # tar file that is unpacked to scratch, once on each node
@@ -66,6 +69,8 @@ class Site(Value):
             ]
             if len(settings) > 1:
                 raise ValueError(f"{' and '.join(settings)} exclude each other; keep only one")
+        if self.runtime != "apptainer" and self.container is None:
+            raise ValueError(f"runtime={self.runtime!r} requires container, the image that it starts")
         if self.stage_in is not None and self.scratch is None:
             raise ValueError(f"stage_in={self.stage_in!r} requires scratch, the folder to unpack it to")
         return self

@@ -1,0 +1,38 @@
+#!/bin/bash
+#SBATCH --job-name=a
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --time=02:00:00
+#SBATCH --output=/scratch/runs/a/slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+# Trains, or continues from the last checkpoint. To start it again: sbatch /scratch/runs/a/job.sh
+
+run=/scratch/runs/a
+if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
+    echo "paceline: tasks of a job array would all train in $run; submit each training separately" >&2
+    exit 2
+fi
+cd '/home/me/my work' || exit
+echo "$SLURM_JOB_ID" > "$run/job"
+source set_vars.sh
+
+# USR1 comes before the time limit: all ranks save and end, and the job is requeued.
+# scancel signals the ranks itself.
+near_end= ranks=
+trap 'near_end=1; kill -USR1 $ranks' USR1
+trap : TERM
+before=$(ls "$run/ckpt" 2> /dev/null)
+srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none --container-image='nvcr.io#nvidia/pytorch:25.06-py3' --container-mounts='/home/me/my work':'/home/me/my work',/scratch/runs:/scratch/runs --container-workdir='/home/me/my work' python -m paceline rank "$run" &
+ranks=$!
+while wait "$ranks"; status=$?; kill -0 "$ranks" 2> /dev/null; do :; done
+if [ -n "$near_end" ] && [ "$status" != 0 ]; then
+    if [ "$before" != "$(ls "$run/ckpt" 2> /dev/null)" ]; then
+        echo "paceline: the time limit is reached; job $SLURM_JOB_ID is queued again"
+        scontrol requeue "$SLURM_JOB_ID"
+    else
+        echo "paceline: not requeued: no new checkpoint since the last start; increase --time" >&2
+    fi
+fi
+exit "$status"
