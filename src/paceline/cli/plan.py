@@ -1,19 +1,24 @@
 """paceline plan: predict which plans fit, how long a step takes, and what a training costs."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from paceline.cli.plan_options import (
     Batch,
-    ClusterName,
-    InstanceName,
+    Clusters,
+    Co2,
+    ComputeOptimal,
+    Instances,
+    InterruptedEvery,
     Lora,
     Model,
     Peak,
     Plot,
     Precision,
     Price,
+    SaveTime,
     Seq,
     Set,
     System,
@@ -21,15 +26,19 @@ from paceline.cli.plan_options import (
     Tokens,
 )
 from paceline.cli.request_options import Json
+from paceline.errors import SpecError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from paceline.cli.plan_options import PlanQuery
+    from paceline.plan.search.best_plans import BestPlans
 
 
 def plan(
     target: Target = None,
     model: Model = None,
-    cluster: ClusterName = None,
+    cluster: Clusters = None,
     ranks: Annotated[int | None, Option(help="Number of ranks [default: all devices of the cluster]")] = None,
     batch: Batch = None,
     seq: Seq = None,
@@ -43,7 +52,11 @@ def plan(
     peak: Peak = None,
     tokens: Tokens = None,
     price: Price = None,
-    instance: InstanceName = None,
+    instance: Instances = None,
+    interrupted_every: InterruptedEvery = None,
+    save_time: SaveTime = None,
+    co2: Co2 = None,
+    compute_optimal: ComputeOptimal = False,
     achieved: Annotated[
         float | None,
         Option(
@@ -69,43 +82,117 @@ def plan(
 
     Nothing is run, except with --measure.
     """
-    from paceline.cli.plan_inputs import find_cluster, with_peak
-    from paceline.cli.plan_options import (
-        check_outputs,
-        check_positive,
-        print_parts,
-        read_price,
-        read_query,
-    )
+    from paceline.cli.plan_options import check_outputs, check_positive, print_parts, read_prices, read_query
 
-    check_positive(ranks=ranks, top=top, tokens=tokens, price=price, peak=peak, achieved=achieved)
+    check_positive(ranks=ranks, top=top, tokens=tokens, price=price, peak=peak, achieved=achieved, co2=co2)
+    check_positive(**{"interrupted-every": interrupted_every, "save-time": save_time})
     check_outputs(json, plot)
-    cluster, price = read_price(instance, cluster, price, ranks)
+    for option, value in {
+        "--interrupted-every": interrupted_every,
+        "--co2": co2,
+        "--compute-optimal": compute_optimal or None,
+        "--achieved": achieved,
+    }.items():
+        if value is not None and tokens is None:
+            raise SpecError(f"{option} requires the length of the training; add --tokens")
+    if save_time is not None and interrupted_every is None:
+        raise SpecError("--save-time requires --interrupted-every")
+    machines = read_prices(instance or [], cluster or [], price, ranks)
+    if len(machines) > 1:
+        _refuse(
+            f"{len(machines)} machines are compared",
+            {"--explain": explain, "--plot": plot, "--measure": measure, "--achieved": achieved},
+        )
     if achieved is not None:
-        _estimate(read_query(target, model, batch or 1, seq, precision, set), achieved, tokens, ranks, price)
+        unused: dict[str, object] = {
+            "--system": system,
+            "--plan": plan,
+            "--explain": explain,
+            "--plot": plot,
+            "--json": json,
+        }
+        unused |= {"--peak": peak, "--measure": measure, "--interrupted-every": interrupted_every}
+        _refuse("--achieved estimates from a rate that you know", unused | {"--co2": co2})
+        query = read_query(target, model, batch or 1, seq, precision, set, lora=lora)
+        notes = _compare_allocation(query, tokens) if compute_optimal else []
+        print_parts(*_estimate(query, achieved, tokens, ranks, machines[0].price), *notes)
         return
-    machine = with_peak(find_cluster(cluster), peak)
-    query = read_query(target, model, batch, seq, precision, set, machine if measure else None, lora, system)
 
-    from paceline.plan.report.plan import as_json, build_tables, describe_overlap, heading, list_notes
+    from dataclasses import replace
+
+    from paceline.cli.plan_inputs import find_cluster, with_peak
+    from paceline.plan.cost_model.interruptions import Interruptions, guess_save_s
     from paceline.plan.search.best_plans import find_best_plans
+
+    results = []
+    for name, device_price, label in machines:
+        machine = with_peak(find_cluster(name), peak)
+        if label is not None and len(machines) > 1:
+            machine = machine.model_copy(update={"name": label})
+        measured_on = machine if measure else None
+        query = read_query(target, model, batch, seq, precision, set, measured_on, lora, system)
+        found = find_best_plans(
+            query.facts,
+            machine,
+            query.batch,
+            plan,
+            query.recipe,
+            ranks,
+            tokens,
+            device_price,
+            others=explain or plot is not None,
+        )
+        interruptions = None
+        if interrupted_every is not None:
+            interruptions = Interruptions(
+                3600 * interrupted_every, save_time or guess_save_s(query.facts.params, machine.nodes)
+            )
+        results.append(replace(found, co2_g_per_kWh=co2, interruptions=interruptions))
+    notes = _compare_allocation(query, tokens) if compute_optimal else []
+    _show(results, top, target, explain, json, plot)
+    print_parts(*notes)
+
+
+def _refuse(reason: str, options: Mapping[str, object]) -> None:
+    """Raise SpecError for the first of these options that is given."""
+    if given := next((name for name, value in options.items() if value not in (None, False)), None):
+        raise SpecError(f"{reason}; leave {given} out")
+
+
+def _show(
+    results: "list[BestPlans]",
+    top: int,
+    target: str | None,
+    explain: bool,
+    json: "Path | None",
+    plot: "Path | None",
+) -> None:
+    """Print the plans of one machine, or the best plan of each of several; write JSON and picture."""
+    from json import dumps
+
+    from paceline.cli.plan_options import print_parts
+    from paceline.files import write_whole
+    from paceline.plan.report.plan import (
+        as_json,
+        as_tree,
+        build_tables,
+        compare_clusters,
+        describe_overlap,
+        heading,
+        list_cluster_notes,
+        list_notes,
+    )
     from paceline.plan.search.ranking import find_indistinct_plans
 
-    result = find_best_plans(
-        query.facts,
-        machine,
-        query.batch,
-        plan,
-        query.recipe,
-        ranks,
-        tokens,
-        price,
-        others=explain or plot is not None,
-    )
+    if len(results) > 1:
+        if json is not None:
+            trees = [as_tree(result, top, find_indistinct_plans(result, target)) for result in results]
+            write_whole(json, dumps({"clusters": trees}, indent=1) + "\n")
+        print_parts(compare_clusters(results), *list_cluster_notes(results))
+        return
+    [result] = results
     indistinct = find_indistinct_plans(result, target)
     if json is not None:
-        from paceline.files import write_whole
-
         write_whole(json, as_json(result, top, indistinct))
     if plot is not None:
         from paceline.plan.report.bars import draw
@@ -121,25 +208,39 @@ def plan(
 
 def _estimate(
     query: "PlanQuery", achieved: float, tokens: float | None, ranks: int | None, price: float | None
-) -> None:
-    """Print a training on the back of an envelope."""
-    from paceline.cli.plan_options import print_parts
-    from paceline.errors import SpecError
+) -> list[str]:
+    """Return a training on the back of an envelope, as lines."""
     from paceline.plan.cost_model.cost import estimate_training
 
-    if tokens is None:
-        raise SpecError("--achieved requires the length of the training; add --tokens")
-    params = query.facts.params
-    found = estimate_training(params, tokens, achieved * 1e12, price)
+    assert tokens is not None
+    params, frozen = query.facts.active_params, query.facts.frozen_params
+    found = estimate_training(params, tokens, achieved * 1e12, price, frozen)
     years = found.device_years
     duration = f"{int(years):,} years" if years >= 1 else f"{365 * years:,.2f} days"
+    kind = "active parameters" if params < query.facts.params else "parameters"
+    factors = f"6 × {params:.4g} {kind}"
+    if frozen:
+        factors = f"(6 × {params - frozen:.4g} trained + 4 × {frozen:.4g} frozen {kind})"
     lines = [
-        f"6 × {params:.4g} parameters × {tokens:.4g} tokens = {found.flops:.3g} FLOP; at {achieved:g} "
-        f"TFLOP/s: {duration} of one device"
+        f"{factors} × {tokens:.4g} tokens = {found.flops:.3g} FLOP; at {achieved:g} TFLOP/s: {duration} of "
+        f"one device"
     ]
     if ranks is not None:
         lines.append(f"on {ranks:,} devices: {365 * years / ranks:,.2f} days")
     if found.price is not None:
         term = f"{int(years):,} × 365 × 24 h" if years >= 1 else f"{8760 * years:,.2f} h"
         lines.append(f"{term} × {price:g} = {found.price:,.0f}")
-    print_parts(*lines)
+    return lines
+
+
+def _compare_allocation(query: "PlanQuery", tokens: float | None) -> list[str]:
+    """Return a sentence about the compute-optimal training with the same FLOPs."""
+    from paceline.plan.compute_optimal import describe_allocation
+
+    assert tokens is not None
+    facts = query.facts
+    if facts.tokens == 1 or not facts.vocab or facts.frozen_params:
+        raise SpecError(
+            f"--compute-optimal knows language models that are trained whole; {facts.name} is not one"
+        )
+    return [describe_allocation(facts.active_params, tokens)]

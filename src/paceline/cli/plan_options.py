@@ -1,5 +1,6 @@
 """The options that plan and scale share, and the model, recipe and batch that these options select."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -73,6 +74,51 @@ InstanceName = Annotated[
     ),
 ]
 Plot = Annotated[Path | None, Option(metavar="FILE", help="Draw the results into this SVG or PNG file.")]
+
+
+Clusters = Annotated[
+    list[str] | None,
+    Option(
+        "--cluster",
+        help="Machine to predict for: a cluster.json, or DEVICE:DEVICES_PER_NODExNODES@GB/s; repeat it to "
+        "compare machines [default: cluster.json here, or this machine]",
+    ),
+]
+Instances = Annotated[
+    list[str] | None,
+    Option(
+        "--instance",
+        metavar="NAME:TERMS",
+        help="Cloud instance whose price and devices are taken, such as NC24rs_v3:3y; terms are 1y, 3y, "
+        "spot; repeat it to compare instances [default: on demand]",
+    ),
+]
+InterruptedEvery = Annotated[
+    float | None,
+    Option(
+        metavar="HOURS",
+        help="Mean time between interruptions of the training, as of spot instances: recommends an interval "
+        "of checkpoints, and adds what is lost to duration and price.",
+    ),
+]
+SaveTime = Annotated[
+    float | None,
+    Option(
+        metavar="SECONDS",
+        help="Time of a checkpoint, for --interrupted-every [default: its bytes, at 1 GB/s for each node]",
+    ),
+]
+Co2 = Annotated[
+    float | None,
+    Option("--co2", metavar="GRAMS", help="CO₂ of a kWh of the local grid: adds that of the training."),
+]
+ComputeOptimal = Annotated[
+    bool,
+    Option(
+        "--compute-optimal",
+        help="Say which model and how many tokens would give the lowest loss for the same FLOPs.",
+    ),
+]
 
 
 class PlanQuery(NamedTuple):
@@ -171,27 +217,39 @@ def _find_recipe(system: str | None, precision: str | None) -> "Recipe | None":
 
 
 class Priced(NamedTuple):
-    """The cluster to plan for, as the options name it, and the price of a device's hour."""
+    """A cluster to plan for, as the options name it, and the price of a device's hour. instance: its name."""
 
     cluster: str | None
     price: float | None
+    instance: str | None = None
 
 
-def read_price(
-    instance: str | None, cluster: str | None, price: float | None, ranks: int | None = None
-) -> Priced:
-    """Return cluster and price, which an instance may determine. Raises SpecError."""
+def read_prices(
+    instances: Sequence[str], clusters: Sequence[str], price: float | None, ranks: int | None = None
+) -> list[Priced]:
+    """Return the clusters with their prices; one instance determines the price of the one cluster.
+
+    Raises SpecError.
+    """
+    if instances and price is not None:
+        raise SpecError(f"got both --price {price:g} and --instance {instances[0]}; give only one of them")
+    if len(instances) > 1 or len(clusters) > 1:
+        named = [_read_price(None, cluster, price, ranks) for cluster in clusters]
+        return named + [_read_price(instance, None, None, ranks) for instance in instances]
+    instance, cluster = (next(iter(names), None) for names in (instances, clusters))
+    return [_read_price(instance, cluster, price, ranks)]
+
+
+def _read_price(instance: str | None, cluster: str | None, price: float | None, ranks: int | None) -> Priced:
     if instance is None:
         return Priced(cluster, price)
-    if price is not None:
-        raise SpecError(f"got both --price {price:g} and --instance {instance}; give only one of them")
     from paceline.plan.prices import find_instance
 
     found = find_instance(instance)
     if cluster is None:
         nodes = -(-(ranks or found.devices) // found.devices)
         cluster = f"{found.device}:{found.devices}x{nodes}"
-    return Priced(cluster, found.price_per_device_hour)
+    return Priced(cluster, found.price_per_device_hour, f"{found.name}:{found.terms}")
 
 
 def check_outputs(json: Path | None, plot: Path | None) -> None:

@@ -126,12 +126,13 @@ def _combined_error(parts: tuple[CostPart, ...], total: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """Time, energy and price of a whole training."""
+    """Time, energy and price of a whole training. co2_kg: emitted for the energy, if that is known."""
 
     seconds: float
     device_hours: float
     kWh: float | None
     price: float | None
+    co2_kg: float | None = None
 
     @property
     def days(self) -> float:
@@ -151,12 +152,15 @@ def compute_bill(
     power_W: float | None = None,
     price_per_hour: float | None = None,
     facility: float = FACILITY_OVERHEAD,
+    co2_g_per_kWh: float | None = None,
 ) -> Bill:
     """Return the bill of `steps` steps on `devices` devices. `facility`: power usage effectiveness."""
     seconds = step_s * steps
     hours = seconds / 3600 * devices
     kWh = hours * power_W * USED_POWER * facility / 1000 if power_W is not None else None
-    return Bill(seconds, hours, kWh, hours * price_per_hour if price_per_hour is not None else None)
+    price = hours * price_per_hour if price_per_hour is not None else None
+    co2_kg = kWh * co2_g_per_kWh / 1000 if kWh is not None and co2_g_per_kWh is not None else None
+    return Bill(seconds, hours, kWh, price, co2_kg)
 
 
 def training_days(tokens: float, params: float, devices: int, flops_per_s: float) -> float:
@@ -167,6 +171,8 @@ def training_days(tokens: float, params: float, devices: int, flops_per_s: float
 class Estimate(NamedTuple):
     """A training on the back of an envelope: 6 FLOPs for each parameter and token, at one rate.
 
+    Frozen parameters have 4, since their gradients are not computed.
+
     device_years: of 365 days. price: of the whole years, or of less than one.
     """
 
@@ -176,10 +182,13 @@ class Estimate(NamedTuple):
 
 
 def estimate_training(
-    params: float, tokens: float, flops_per_s: float, price_per_hour: float | None = None
+    params: float, tokens: float, flops_per_s: float, price_per_hour: float | None = None, frozen: float = 0.0
 ) -> Estimate:
-    """Return the estimate of a training whose devices reach `flops_per_s` each."""
-    flops = 6 * params * tokens
+    """Return the estimate of a training whose devices reach `flops_per_s` each.
+
+    frozen: how many of the parameters are frozen.
+    """
+    flops = (6 * params - 2 * frozen) * tokens
     years = flops / flops_per_s / (365 * 86400)
     billed = float(int(years)) or years
     return Estimate(flops, years, billed * 365 * 24 * price_per_hour if price_per_hour is not None else None)

@@ -186,6 +186,12 @@ class BlockFacts:
     lives: LiveBytes | None = None
 
     @property
+    def active_params(self) -> float:
+        """Parameters that a token is computed with: those of all but the experts that it is not sent to."""
+        experts = max((product.active for product in self.products), default=1.0)
+        return self.params - self.expert_params * max(0.0, 1 - self.copies / experts)
+
+    @property
     def product_flops(self) -> float:
         return sum(product.flops for product in self.products)
 
@@ -246,6 +252,16 @@ class ModelFacts:
     @cached_property
     def params(self) -> int:
         return sum(block.params * count for block, count in self.parts())
+
+    @property
+    def active_params(self) -> float:
+        """Parameters that a token is computed with."""
+        return sum(block.active_params * count for block, count in self.parts())
+
+    @property
+    def frozen_params(self) -> float:
+        """Those of `active_params` that get no gradients."""
+        return sum(block.active_params * block.frozen * count for block, count in self.parts())
 
     @cached_property
     def flops(self) -> float:

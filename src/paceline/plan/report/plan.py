@@ -12,6 +12,7 @@ from rich.segment import Segment
 from rich.table import Table
 
 from paceline.plan.cost_model.cost import Cost
+from paceline.plan.cost_model.interruptions import Interruptions
 from paceline.plan.plan import Plan
 from paceline.plan.report.explain import explain
 from paceline.plan.report.scale import bill_as_json
@@ -89,19 +90,22 @@ def _plans(results: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
 
 def _bills(results: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
     """Return the cost of the whole training, in a separate table because a terminal has 80 columns."""
+    has_co2 = results.co2_g_per_kWh is not None
     rows = []
     for plan, cost in plans:
         bill = results.bill(cost)
         assert bill is not None
-        cells = [f"{bill.days:,.1f}", f"{bill.device_hours:,.0f}"]
+        values = (bill.kWh, bill.price, *([bill.co2_kg] if has_co2 else []))
         rows.append(
             [
                 str(plan),
-                *cells,
-                *("" if value is None else f"{value:,.0f}" for value in (bill.kWh, bill.price)),
+                f"{bill.days:,.1f}",
+                f"{bill.device_hours:,.0f}",
+                *("" if value is None else f"{value:,.0f}" for value in values),
             ]
         )
-    return PlanTable("whole training under", ["days", "device-hours", "kWh", "price"], rows)
+    names = ["days", "device-hours", "kWh", "price", *(["kg CO₂"] if has_co2 else [])]
+    return PlanTable("whole training under", names, rows)
 
 
 def _fits(cost: Cost) -> str:
@@ -120,9 +124,51 @@ def list_notes(results: BestPlans) -> list[str]:
             + f"; the closest, {nearest.plan}, {nearest.reason}; a tenth of the device memory stays free"
         )
     lines += _warn_of_bubble(results)
+    if results.interruptions is not None:
+        lines.append(_describe_interruptions(results.interruptions))
     lines += results.assumed
     if guesses := results.plans[0][1].time.guesses:
         lines.append("extrapolated: " + "; ".join(guesses))
+    return lines
+
+
+def _describe_interruptions(found: Interruptions) -> str:
+    return (
+        f"interruptions every {format_seconds(found.mean_s)} on average: with a checkpoint every "
+        f"{format_seconds(found.interval_s)}, which is best if a save takes {format_seconds(found.save_s)} "
+        f"and a restart {format_seconds(found.restart_s)}, the training takes {found.slowdown:.3g} times as "
+        f"long (Daly 2006)"
+    )
+
+
+def compare_clusters(results: Sequence[BestPlans]) -> PlanTable:
+    """Return a table of the best plan on each cluster; with a length, of the whole training there."""
+    rate = "tokens/s" if results[0].facts.tokens > 1 else "samples/s"
+    names = ["step", "±", rate, "memory"]
+    if results[0].tokens is not None:
+        names += ["days", "kWh", "price", *(["kg CO₂"] if results[0].co2_g_per_kWh is not None else [])]
+    rows = []
+    for result in results:
+        plan, cost = result.plans[0]
+        cells = [format_seconds(cost.step_s), f"{cost.time.error:.0%}"]
+        cells += [format_count(cost.time.tokens_per_s), format_bytes(cost.peak_bytes)]
+        if (bill := result.bill(cost)) is not None:
+            values = (bill.kWh, bill.price, bill.co2_kg)
+            cells += [f"{bill.days:,.1f}", *("" if value is None else f"{value:,.0f}" for value in values)]
+        where = f"{several(result.ranks, 'rank')} on {result.cluster.name or result.cluster.device.name}"
+        rows.append([f"{where}: {plan}", *cells[: len(names)]])
+    return PlanTable("best plan on each machine", names, rows)
+
+
+def list_cluster_notes(results: Sequence[BestPlans]) -> list[str]:
+    """Return sentences about assumptions, extrapolations and interruptions, with the clusters' names."""
+    lines = []
+    for result in results:
+        notes = [*result.assumed, *result.plans[0][1].time.guesses]
+        if result.interruptions is not None:
+            notes.append(_describe_interruptions(result.interruptions))
+        name = result.cluster.name or result.cluster.device.name
+        lines += [f"{name}: {note}" for note in notes]
     return lines
 
 
@@ -163,6 +209,10 @@ def _warn_of_bubble(results: BestPlans) -> list[str]:
 
 def as_json(results: BestPlans, top: int, unranked: IndistinctPlans | None = None) -> str:
     """Return the plans as JSON; docs/json.md lists the keys."""
+    return json.dumps(as_tree(results, top, unranked), indent=1) + "\n"
+
+
+def as_tree(results: BestPlans, top: int, unranked: IndistinctPlans | None = None) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "model": results.facts.name,
         "parameters": results.facts.params,
@@ -183,18 +233,16 @@ def as_json(results: BestPlans, top: int, unranked: IndistinctPlans | None = Non
         for entry in results.rejected[:top]
     ]
     facts |= {"unranked": asdict(unranked) if unranked is not None else None}
-    return (
-        json.dumps(
-            facts
-            | {
-                "fitting": len(results.plans),
-                "rejected": len(results.rejected),
-                "leanest_rejected": rejected,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    if results.interruptions is not None:
+        found = results.interruptions
+        facts |= {
+            "interruptions": found._asdict() | {"interval_s": found.interval_s, "slowdown": found.slowdown}
+        }
+    return facts | {
+        "fitting": len(results.plans),
+        "rejected": len(results.rejected),
+        "leanest_rejected": rejected,
+    }
 
 
 def _figures(results: BestPlans, plan: Plan, cost: Cost) -> dict[str, Any]:

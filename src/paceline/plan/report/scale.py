@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
@@ -252,5 +253,5 @@ def _point(point: ScalingPoint) -> dict[str, Any]:
 
 
 def bill_as_json(bill: Bill) -> dict[str, float | None]:
-    """Return seconds, device-hours, energy and price of a training."""
-    return {"seconds": bill.seconds, "device_hours": bill.device_hours, "kWh": bill.kWh, "price": bill.price}
+    """Return seconds, device-hours, energy, price and CO₂ of a training."""
+    return asdict(bill)

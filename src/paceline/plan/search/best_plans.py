@@ -7,6 +7,7 @@ from paceline.errors import PlanError
 from paceline.plan.cost_model.cost import Bill, Cost, compute_bill
 from paceline.plan.cost_model.defaults import add_assumptions
 from paceline.plan.cost_model.framework_profiles import Recipe
+from paceline.plan.cost_model.interruptions import Interruptions
 from paceline.plan.cost_model.predict import predict
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import Plan, parse
@@ -19,7 +20,7 @@ class BestPlans:
 
     plans: fastest first; or only the requested plan, and then `others` are the plans to compare it with.
     rejected: plans that do not fit, leanest first. assumed: sentences. tokens: of the whole training. price:
-    of a device's hour.
+    of a device's hour. co2_g_per_kWh: emitted for a kWh. interruptions: that the bill includes.
     """
 
     facts: ModelFacts
@@ -32,6 +33,8 @@ class BestPlans:
     tokens: float | None = None
     price: float | None = None
     others: list[tuple[Plan, Cost]] | None = None
+    co2_g_per_kWh: float | None = None
+    interruptions: Interruptions | None = None
 
     @property
     def pool(self) -> list[tuple[Plan, Cost]]:
@@ -40,22 +43,43 @@ class BestPlans:
 
     def bill(self, cost: Cost) -> Bill | None:
         """Return the bill of the whole training, or None if its tokens are not specified."""
-        return bill_training(self.cluster, cost, self.ranks, self.tokens, self.price)
+        return bill_training(
+            self.cluster,
+            cost,
+            self.ranks,
+            self.tokens,
+            self.price,
+            self.co2_g_per_kWh,
+            self.interruptions.slowdown if self.interruptions else 1.0,
+        )
 
 
 def bill_training(
-    cluster: Cluster, cost: Cost, ranks: int, tokens: float | None, price: float | None
+    cluster: Cluster,
+    cost: Cost,
+    ranks: int,
+    tokens: float | None,
+    price: float | None,
+    co2_g_per_kWh: float | None = None,
+    slowdown: float = 1.0,
 ) -> Bill | None:
     """Return the bill of a training of `tokens` tokens, or None if they are not specified.
 
-    `price`: of a device's hour; None: the price in the cluster's description.
+    `price`: of a device's hour; None: the price in the cluster's description. slowdown: by interruptions.
     """
     if tokens is None:
         return None
     power = cluster.device.power_W if cluster.device.kind != "cpu" else None
     declared = cluster.price_per_device_hour.value if cluster.price_per_device_hour else None
     paid = price if price is not None else declared
-    return compute_bill(cost.step_s, tokens / cost.time.tokens, ranks, power.value if power else None, paid)
+    return compute_bill(
+        slowdown * cost.step_s,
+        tokens / cost.time.tokens,
+        ranks,
+        power.value if power else None,
+        paid,
+        co2_g_per_kWh=co2_g_per_kWh,
+    )
 
 
 def find_best_plans(
