@@ -3,7 +3,7 @@
 A study with one trial at a time must end with the same trials and the same values as an undisturbed one. With
 two trials at a time, no trial may be lost, and none may be trained again after it was finished.
 
-python benchmarks/tune_kills.py [--kills 10] [--trials 8]
+python benchmarks/tune_kills.py [--kills 10] [--trials 8] [--ranks 1 2]
 """
 
 import argparse
@@ -29,10 +29,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--trials", type=int, default=8)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     failed = False
-    for ranks in (1, 2):
+    for ranks in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
             failed |= not compare(Path(folder), ranks, options.trials, options.kills, options.seed)
     sys.exit(failed)

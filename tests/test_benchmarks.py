@@ -46,6 +46,7 @@ SMALLEST = {
     "storage": "--rounds 2",
     "tensor": "--rounds 2",
     "traces": "--rounds 1 --samples 2",
+    "tune_asha": "--trials 3 --epochs 1",
     "tune_kills": "--kills 1 --trials 2",
     "tune_pool": "--trials 2 --ranks 2 --loop 1 --epochs 0.1",
     "tune_tables": "--samplers random,tpe --trials 4 --seeds 2",

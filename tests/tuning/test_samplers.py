@@ -59,6 +59,8 @@ def test_values_follow_from_the_journal(sampler):
         pytest.importorskip("optuna")
     definition = define(sampler, trials=16)
     state = run(definition, 16)
+    shown = [tuple(trial.values.items()) for trial in state.trials.values()]
+    assert len({*shown}) == len(shown), "each trial is another point"
     for number in (0, 1, 15):
         again = StudyState()
         for event in state.events:

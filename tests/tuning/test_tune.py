@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 import signal
 import tomllib
 from pathlib import Path
@@ -59,6 +60,7 @@ def test_each_trial_is_a_run_with_its_values(study):
         assert run.checkpoints()[-1] == 4
 
 
+@pytest.mark.slow
 def test_best_trial_is_shown_and_can_be_trained_again(study):
     trials = read_state(study / "events.jsonl").trials
     best = min(trials.values(), key=lambda trial: trial.metrics["loss"])
@@ -77,8 +79,16 @@ def test_finished_study_does_nothing_when_resumed(study):
     before = (study / "events.jsonl").read_bytes()
     succeed("tune", study, "--resume", at=study.parent)
     assert (study / "events.jsonl").read_bytes() == before
+    for words, sentence in (
+        ([], "is a study; continue it with"),
+        (["--resume", "--lr", "1"], "as it was defined, got optimizer.lr"),
+        (["--resume", "--sampler", "grid"], "as it was defined, got sampler"),
+    ):
+        result = paceline("tune", study, *words, at=study.parent)
+        assert (result.status, sentence in result.err) == (2, True), result.all
 
 
+@pytest.mark.slow
 def test_more_trials_continue_the_same_sequence(study, tmp_path):
     write_task(tmp_path)
     succeed(*STUDY, *LENGTH, "--trials", "1", "--run-dir", "s", at=tmp_path)
@@ -110,6 +120,7 @@ def test_killed_study_continues_with_the_same_trials(study, tmp_path):
     assert [event.trial for event in events if isinstance(event, Launched)] == [0, 1, 1, 2]
 
 
+@pytest.mark.slow
 def test_stopped_study_saves_and_continues(study, tmp_path):
     write_task(tmp_path)
     slow = set_sample_delay(tmp_path / "slow", 0.05)
@@ -126,6 +137,7 @@ def test_stopped_study_saves_and_continues(study, tmp_path):
     assert results(tmp_path / "s") == results(study)[:1]
 
 
+@pytest.mark.slow
 def test_failed_trials_are_recorded_and_the_search_continues(tmp_path):
     write_task(tmp_path, BROKEN)
     study = ("tune", "my.py:Regression", "--grid", "width=4,16,8", "--run-dir", "s", *LENGTH)
@@ -145,6 +157,7 @@ def test_identical_failures_stop_the_study(tmp_path):
     assert len(read_state(tmp_path / "s" / "events.jsonl").trials) == 3
 
 
+@pytest.mark.slow
 def test_unknown_metric_ends_the_study_after_its_first_evaluation(tmp_path):
     write_task(tmp_path)
     result = paceline(*STUDY, *LENGTH, "--metric", "min los", "--trials", "3", "--run-dir", "s", at=tmp_path)
@@ -170,6 +183,7 @@ def test_unknown_metric_ends_the_study_after_its_first_evaluation(tmp_path):
         ),
         (["--space", "width=8,16", "--ranks-per-trial", "2"], "use --ranks 2"),
         (["--space", "width"], "--space must be NAME=RANGE"),
+        (["--space", "width=8,16", "--ranks", "100000"], "--ranks must be at most"),
         (["--grid", "lr=log:1:2"], "has no step"),
         (["--grid", "width=8,16", "--trials", "3"], "the grid has 2 combinations"),
         ([], "tune requires a parameter to search"),
@@ -186,6 +200,7 @@ def test_bad_input_is_one_sentence(words, sentence, tmp_path):
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.slow
 def test_sweep_file_gives_the_same_study(study, tmp_path):
     write_task(tmp_path)
     (tmp_path / "sweep.toml").write_text(
@@ -229,6 +244,7 @@ def test_table_is_written_as_csv_and_for_optuna(study, tmp_path):
     assert (wrong.status, "is not a study" in wrong.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_trials_that_violate_a_bound_never_start(tmp_path):
     """The bound lies between the numbers of parameters that the models of widths 8 and 12 have."""
     write_task(tmp_path)
@@ -247,6 +263,7 @@ def test_trials_that_violate_a_bound_never_start(tmp_path):
     assert not (tmp_path / "s" / "trials" / "2").exists()
 
 
+@pytest.mark.slow
 def test_asha_continues_the_best_trials_exactly(tmp_path):
     """A promoted trial has the losses of a training that was never paused."""
     write_task(tmp_path)
@@ -266,3 +283,52 @@ def test_asha_continues_the_best_trials_exactly(tmp_path):
         for run in (tmp_path / "r", tmp_path / "s" / "trials" / str(best.number))
     )
     assert paused == whole
+
+
+def test_page_shows_each_trial_and_loads_nothing(study, tmp_path):
+    """A hostile name of a study appears as text only."""
+    hostile = tmp_path / "<script>alert(1)<"
+    shutil.copytree(study, hostile)
+    succeed("report", hostile, "-o", tmp_path / "page.html", at=study.parent)
+    page = (tmp_path / "page.html").read_text()
+    assert "default-src 'none'; style-src 'sha256-" in page
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)&lt;" in page
+    assert not re.findall(r"(?:src|href)=", page)
+    trials = read_state(study / "events.jsonl").trials
+    rows = re.findall(r'<th scope="row">(\d+)\*?</th>', page)
+    assert sorted(map(int, rows)) == list(trials)
+    assert len(re.findall(r"<title>trial \d+</title>", page)) == len(trials)
+    both = paceline("report", study, study, at=study.parent)
+    assert (both.status, "report one study" in both.err) == (2, True)
+
+
+@pytest.mark.slow
+def test_study_stops_at_its_time_limit_and_continues(study, tmp_path):
+    write_task(tmp_path)
+    slow = set_sample_delay(tmp_path / "slow", 0.1)
+    command = (*STUDY, *LENGTH, "--trials", "2", "--run-dir", "s", "--max-time", "3s")
+    result = paceline(*command, at=tmp_path, SLOW=str(slow))
+    assert result.status == 75, result.all
+    assert "1 trial: 1 running" in result.out
+    succeed("tune", "s", "--resume", "--max-time", "4h", at=tmp_path)
+    assert results(tmp_path / "s") == results(study)[:2]
+    wrong = paceline("tune", "s", "--resume", "--max-time", "soon", at=tmp_path)
+    assert (wrong.status, "max_time must be a duration" in wrong.err) == (2, True)
+
+
+def test_journal_of_another_user_cannot_control_the_terminal(study, tmp_path):
+    hostile = tmp_path / "s"
+    shutil.copytree(study, hostile)
+    journal = hostile / "events.jsonl"
+    event = {"time": 1.0, "trial": 4, "values": {"lr": "\x1b[2J[bold]x", "width": "[/red]"}}
+    with open(journal, "a") as file:
+        file.write(json.dumps({"event": "suggested", **event}) + "\n")
+        file.write(json.dumps({"event": "suggested", "time": 1.0, "trial": 5, "values": {"lr": [1]}}) + "\n")
+    shown = succeed("show", hostile, at=tmp_path).out
+    assert "\x1b" not in shown
+    assert "[bold]x" in shown
+    assert "[/red]" in shown
+    assert "skipped 1 unusable lines" in shown
+    exported = paceline("show", hostile, "--optuna", tmp_path / "o.log", at=tmp_path)
+    assert (exported.status, "outside of the space" in exported.err) == (2, True), exported.all

@@ -15,7 +15,9 @@ Option = typer.Option
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or a folder that contains runs")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of runs, a folder with runs, or a study of tune")
+    ],
     output: Annotated[
         Path | None,
         Option("--output", "-o", metavar="FILE", help="HTML file to write [default: report.html of the run]"),
@@ -34,16 +36,25 @@ def report(
 ) -> None:
     """Write a report of runs as one HTML file that opens without a network.
 
-    Several runs are compared over steps, samples, time or energy.
+    Several runs are compared over steps, samples, time or energy. The folder of a study of tune gives a page
+    about the study.
     """
     from paceline.errors import SpecError
     from paceline.files import check_target, write_whole
     from paceline.inspect.report.write import REPORT, Report, find_runs, write_figures
     from paceline.report.run_view import view
+    from paceline.tuning.folder import is_study
     from paceline.units import format_bytes
 
     if cluster is not None and not predict:
         raise SpecError("--cluster is for a prediction; add --predict, or leave it out")
+    if any(is_study(path) for path in runs):
+        if len(runs) > 1 or figures is not None or predict or json is not None:
+            raise SpecError(f"{runs[0]} is among the studies; report one study, with -o FILE only")
+        from paceline.cli.show_study import write_study_page
+
+        print(write_study_page(runs[0], output))
+        return
     folders = find_runs(runs)
     if output is None and len(folders) > 1:
         raise SpecError(f"a report of {len(folders)} runs requires a file; add -o report.html")

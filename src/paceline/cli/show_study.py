@@ -1,4 +1,4 @@
-"""paceline show of the folder of a study: its trials and the best of them."""
+"""paceline show and report of the folder of a study: its trials and the best of them."""
 
 from pathlib import Path
 
@@ -12,12 +12,14 @@ def show_study(path: Path, csv: Path | None = None, optuna: Path | None = None) 
     from paceline.tuning.folder import open_study
     from paceline.tuning.journal import read_state
     from paceline.tuning.optuna_export import compute_importance, export_study
+    from paceline.tuning.outcome import collect_results
     from paceline.tuning.results import SHOWN_TRIALS, build_table, count_states, format_csv
 
     folder = open_study(path)
     definition = define_study(*read_definition(folder.definition))
     state = read_state(folder.journal)
-    console = Console(highlight=False)
+    collect_results(state, folder)
+    console = Console(highlight=False, markup=False)
     search = definition.search
     goals = ", ".join(map(str, definition.objectives))
     console.print(f"study {path}: {goals}, sampler {search.sampler}, {count_states(state)}", markup=False)
@@ -35,3 +37,25 @@ def show_study(path: Path, csv: Path | None = None, optuna: Path | None = None) 
         write_whole(csv, format_csv(definition, state))
     if optuna is not None:
         export_study(definition, state, optuna, path.resolve().name)
+
+
+def write_study_page(path: Path, output: Path | None) -> str:
+    """Write the page of a study, by default report.html in its folder, and return a line about it."""
+    from paceline.errors import SpecError
+    from paceline.files import check_target, write_whole
+    from paceline.tuning.definition import define_study, read_definition
+    from paceline.tuning.folder import open_study
+    from paceline.tuning.journal import read_state
+    from paceline.tuning.outcome import collect_results
+    from paceline.tuning.page import build_study_page
+    from paceline.units import format_bytes
+
+    folder = open_study(path)
+    target = output if output is not None else folder.path / "report.html"
+    check_target(target, SpecError)
+    definition = define_study(*read_definition(folder.definition))
+    state = read_state(folder.journal)
+    collect_results(state, folder)
+    page = build_study_page(folder, definition, state)
+    write_whole(target, page)
+    return f"{target}: {format_bytes(len(page.encode()))}"

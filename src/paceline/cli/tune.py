@@ -11,6 +11,7 @@ from paceline.errors import LaunchError, RunError, SpecError
 
 Option = typer.Option
 SEARCH, TRIALS = "Search", "Trials"
+RESUMABLE = ("trials", "ranks", "max_time")  # what --resume may change
 
 
 def tune(
@@ -61,7 +62,7 @@ def tune(
     scheduler: Annotated[
         str | None,
         Option(
-            help="Which trials train to the whole length: none (all), asha or hyperband [default: none]",
+            help="How long trials train: none (all equally), median, asha, hyperband or pbt [default: none]",
             rich_help_panel=SEARCH,
         ),
     ] = None,
@@ -75,7 +76,8 @@ def tune(
     rungs: Annotated[
         int | None,
         Option(
-            help="With asha and hyperband, the number of lengths, each --reduction times longer [default: 3]",
+            help="Number of lengths of asha and hyperband, each --reduction times longer, or of generations "
+            "of pbt [default: 3]",
             rich_help_panel=SEARCH,
         ),
     ] = None,
@@ -104,12 +106,43 @@ def tune(
             rich_help_panel=SEARCH,
         ),
     ] = None,
+    max_time: Annotated[
+        str | None,
+        Option(
+            help="Wall time after which all trials save and the study stops, such as 90m or 4h; --resume "
+            "continues [default: no limit]",
+            rich_help_panel=SEARCH,
+        ),
+    ] = None,
     run_dir: Annotated[
         str | None,
         Option(help="New folder for the study [default: runs/TASK-tune-TIME]", rich_help_panel=SEARCH),
     ] = None,
     resume: Annotated[
         bool, Option("--resume", help="Continue the study in the folder TARGET.", rich_help_panel=SEARCH)
+    ] = False,
+    array: Annotated[
+        bool,
+        Option(
+            "--array",
+            help="Train the trials as the tasks of a Slurm job array; see --time and --site.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = False,
+    time: Annotated[
+        str | None,
+        Option(help="With --array: time limit of each task, such as 02:00:00.", rich_help_panel=SEARCH),
+    ] = None,
+    site: Annotated[
+        Path | None, Option(help="With --array: site file, as for submit.", rich_help_panel=SEARCH)
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        Option(
+            "--dry-run",
+            help="With --array: print the job script without submitting it.",
+            rich_help_panel=SEARCH,
+        ),
     ] = False,
     plan: Annotated[
         str | None,
@@ -148,14 +181,20 @@ def tune(
     Exit status: 0 all trials are over, 75 it was stopped and can continue, 2 bad input.
     """
     from paceline.distributed.world import read_world
+    from paceline.launch.launchers import check_count
     from paceline.tuning.definition import define_study, read_definition
-    from paceline.tuning.folder import create_study, open_study
+    from paceline.tuning.folder import create_study, is_study, open_study
 
     if (launcher := read_world().launcher) is not None:
         raise LaunchError(
             f"tune starts the ranks, but {launcher} started this process as a rank; run tune without "
             f"{launcher}"
         )
+    of_array = {"--time": time, "--site": site, "--dry-run": dry_run}
+    if not array and (wrong := [name for name, value in of_array.items() if value]):
+        raise SpecError(f"{wrong[0]} is for a job array; add --array, or leave it out")
+    if array and resume:
+        raise SpecError("--array starts a study, and --resume continues one; leave one out")
     ranges = _read_ranges(space or [], grid or [])
     if space and grid and sampler != "grid":
         raise SpecError("--grid and --space contradict each other; use --space only, or --sampler grid")
@@ -170,6 +209,7 @@ def tune(
         "ranks": ranks,
         "ranks_per_trial": _read_ranks_per_trial(ranks_per_trial),
         "where": where or None,
+        "max_time": max_time,
     }
     given = {key: value for key, value in search.items() if value is not None}
     flags = {
@@ -185,6 +225,7 @@ def tune(
     if resume:
         folder = open_study(Path(target))
         changed = [key for key, value in flags.items() if value is not None] + list(ranges) + (set or [])
+        changed += [key for key in given if key not in RESUMABLE]
         if changed or run_dir is not None:
             raise RunError(
                 f"--resume continues {target} as it was defined, got {(changed or ['--run-dir'])[0]}; "
@@ -192,12 +233,43 @@ def tune(
             )
         request, ranges, before = read_definition(folder.definition)
         definition = define_study(request, ranges, before | given)
+        check_count(definition.search.ranks)
     else:
+        if is_study(Path(target)):
+            raise RunError(f"{target} is a study; continue it with: paceline tune {target} --resume")
         request, ranges, before = _read_target(target, flags, set or [], ranges)
         definition = define_study(request, ranges, before | given)
+        if array:
+            _submit_array(definition, run_dir, request["task"], time, site, dry_run)
+            return
+        check_count(definition.search.ranks)
         folder = create_study(run_dir, request["task"])
         definition.write(folder.definition)
     raise typer.Exit(_run(folder, definition))
+
+
+def _submit_array(
+    definition: Any, run_dir: str | None, task: str, time: str | None, site: Path | None, dry_run: bool
+) -> None:
+    """Queue the trials as a job array, and print its number; or only print its script."""
+    import shutil
+
+    from paceline.errors import Error
+    from paceline.tuning.array import plan_array, render_array, submit_array
+    from paceline.tuning.folder import choose_study, create_study
+
+    job, settings = plan_array(definition, time, site)
+    if dry_run:
+        print(render_array(job, settings, choose_study(run_dir, task)), end="")
+        return
+    folder = create_study(run_dir, task)
+    try:
+        definition.write(folder.definition)
+        number = submit_array(folder, definition, job, settings)
+    except (Error, OSError, KeyboardInterrupt):
+        shutil.rmtree(folder.path)
+        raise
+    print(f"{folder.path}: job array {number}, {definition.search.trials} tasks")
 
 
 def _read_ranks_per_trial(text: str | None) -> int | str | None:
@@ -267,6 +339,7 @@ def _run(folder: Any, definition: Any) -> int:
 
     print(f"study {folder.path}", flush=True)
     with Controller(folder, definition, report) as controller:
+        definition.write(folder.definition)  # --resume may have changed it
         try:
             is_over = controller.run(Executor(definition.search.ranks))
         finally:

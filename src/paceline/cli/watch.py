@@ -79,6 +79,7 @@ def watch(
     """
     from paceline.cli.plan_options import check_positive
     from paceline.errors import LaunchError, RunError, SpecError
+    from paceline.tuning.folder import is_study
     from paceline.web.listeners import listen_on_path, listen_on_port
     from paceline.web.ssh import parse_remote, watch_remote
 
@@ -93,6 +94,8 @@ def watch(
     if token_file is not None and not metrics:
         raise SpecError("--token-file requires --metrics; add it")
     path = Path(runs)
+    if is_study(path):
+        path, runs = path / "trials", str(path / "trials")
     if terminal:
         serving = {"--port": port, "--socket": socket, "--metrics": metrics, "--textfile": textfile}
         _watch_in_terminal(runs, price, [name for name, value in serving.items() if value])

@@ -1,6 +1,7 @@
 """The controller of a study: asks the sampler, starts trials, and writes what happens to the journal."""
 
 import contextlib
+import math
 import re
 import shutil
 import time
@@ -17,6 +18,7 @@ from paceline.tuning.definition import StudyDefinition
 from paceline.tuning.executor import POLL_S, Executor, RunningTrial
 from paceline.tuning.folder import StudyFolder
 from paceline.tuning.journal import (
+    Exploited,
     Finished,
     JournalWriter,
     Launched,
@@ -26,11 +28,14 @@ from paceline.tuning.journal import (
     Trial,
     read_state,
 )
+from paceline.tuning.median_rule import EvaluationCurve, is_hopeless
 from paceline.tuning.outcome import describe_failure, is_trained, read_metrics
 from paceline.tuning.placement import Placement, RefusedTrial
+from paceline.tuning.population import copy_checkpoint, list_exploits
 from paceline.tuning.quantities import PREFIX
 from paceline.tuning.samplers import SAMPLERS
-from paceline.tuning.schedulers import choose_trial, find_rung, is_at_end, list_shares
+from paceline.tuning.schedulers import choose_trial, find_rung, has_all_trials, is_at_end, list_shares
+from paceline.units import parse_duration_s
 
 IDENTICAL_FAILURES = 3  # in a row end a study
 REFUSED_IN_A_ROW = 50
@@ -49,6 +54,7 @@ class Controller:
         self._folder, self._definition, self._report = folder, definition, report
         self._is_metric_known = False
         self._checked = 0.0
+        self._curves: dict[int, EvaluationCurve] = {}
         self._begin: dict[int, int] = {}  # position of the first event of the training of a trial
 
     def __enter__(self) -> "Controller":
@@ -64,14 +70,18 @@ class Controller:
         self._lock.close()
 
     def run(self, executor: Executor) -> bool:
-        """Run the trials. Return whether all of them are over; False after a request to stop.
+        """Run the trials. Return whether all of them are over; False after a request to stop or max_time.
 
         Raises SpecError for a metric that the task does not have, and RunError if trials fail identically.
         """
+        limit = self._definition.search.max_time
+        deadline = time.monotonic() + (parse_duration_s(limit) if limit is not None else math.inf)
         with Interrupt() as interrupt, executor:
-            while not interrupt.is_requested:
+            while not interrupt.is_requested and time.monotonic() < deadline:
                 for running, status in executor.collect():
                     self._conclude(running, status)
+                self._exploit()
+                self._stop_hopeless(executor)
                 while (number := self._choose_next(executor)) is not None:
                     if not self._start(executor, number):
                         break
@@ -81,6 +91,48 @@ class Controller:
                 self._check_first_evaluation(executor)
                 time.sleep(POLL_S)
         return False
+
+    def _exploit(self) -> None:
+        """Let the worst trials of a complete generation take over checkpoints and values of the best."""
+        search = self._definition.search
+        if search.scheduler != "pbt" or not has_all_trials(search, self.state):
+            return
+        for exploit in list_exploits(self._definition, self.state):
+            copy_checkpoint(self._folder.run(exploit.parent), self._folder.run(exploit.trial))
+            generation = len(self.state.trials[exploit.trial].stages)
+            event = Exploited(
+                trial=exploit.trial, parent=exploit.parent, generation=generation, values=exploit.values
+            )
+            self._write(event)
+
+    def _stop_hopeless(self, executor: Executor) -> None:
+        """Stop trials that are worse than the median of the others at the same length."""
+        if self._definition.search.scheduler != "median":
+            return
+        for running in list(executor.running.values()):
+            trial, curve = self.state.trials[running.number], self._read_curve(running.number)
+            if trial.is_over or not curve.update() or curve.is_at_end:
+                continue
+            others = [
+                self._read_curve(number)
+                for number, other in self.state.trials.items()
+                if number != trial.number and other.state in ("complete", "pruned")
+            ]
+            for other in others:
+                other.update()
+            if is_hopeless(curve.points, [other.points for other in others]):
+                samples, seconds = curve.points[-1][0], time.monotonic() - running.started
+                self._write(
+                    Reached(trial=trial.number, samples=samples, metrics=curve.metrics, seconds=seconds)
+                )
+                self._finish(trial, "pruned", f"worse than the median after {samples:,} samples")
+                running.stop()
+
+    def _read_curve(self, number: int) -> EvaluationCurve:
+        if number not in self._curves:
+            events = self._folder.run(number).events
+            self._curves[number] = EvaluationCurve(events, self._definition.objectives[0])
+        return self._curves[number]
 
     def _end_paused(self) -> None:
         """Mark the trials that were not promoted as pruned."""
@@ -171,6 +223,8 @@ class Controller:
 
     def _conclude(self, running: RunningTrial, status: int) -> None:
         trial, run = self.state.trials[running.number], self._folder.run(running.number)
+        if trial.is_over:  # it was stopped
+            return
         if status == 0 and is_trained(run, run.request()[0]):
             self._finish_trained(trial, run, time.monotonic() - running.started)
             return

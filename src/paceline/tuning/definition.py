@@ -34,6 +34,7 @@ from paceline.tuning.objectives import StudyObjective
 from paceline.tuning.optuna_needs import NEEDS, check_sampler
 from paceline.tuning.quantities import PREFIX, QUANTITIES, Bound, parse_bound
 from paceline.tuning.space import Parameter, Space, build_space, parse_parameter
+from paceline.units import parse_duration_s
 from paceline.user_code import UserCode
 
 # Options of `paceline train` by which a key of the request is known.
@@ -59,7 +60,7 @@ class Search(Value):
     sampler: Literal["random", "grid", "quasi-random", "tpe", "gp", "cma-es", "nsga2"] = Field(
         default="random", description="how values are chosen"
     )
-    scheduler: Literal["none", "asha", "hyperband"] = Field(
+    scheduler: Literal["none", "median", "asha", "hyperband", "pbt"] = Field(
         default="none", description="which trials are trained to the whole length"
     )
     reduction: int = Field(
@@ -69,16 +70,31 @@ class Search(Value):
         default=3,
         ge=2,
         le=20,
-        description="of asha and hyperband: lengths, each reduction times the one before",
+        description="lengths of asha and hyperband, each reduction times longer; generations of pbt",
     )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="seed of the sampler")
     ranks: int = Field(default=1, ge=1, le=10**6, description="ranks that the trials share")
     ranks_per_trial: int | Literal["auto"] = Field(
         default=1, description="ranks of each trial; auto: the least number on which it is predicted to fit"
     )
+    max_time: str | None = Field(
+        default=None, description="wall time after which trials save and the study stops, such as 90m"
+    )
     where: tuple[str, ...] = Field(
         default=(), strict=False, description="conditions on predictions, such as memory<16GiB"
     )
+
+    @field_validator("max_time")
+    @classmethod
+    def _max_time_is_a_duration(cls, text: str | None) -> str | None:
+        try:
+            if text is not None:
+                parse_duration_s(text)
+        except ValueError:
+            raise ValueError(
+                f"max_time must be a duration such as '90m' or '4h', got {abbreviate(text)}"
+            ) from None
+        return text
 
     @field_validator("metrics")
     @classmethod

@@ -17,6 +17,7 @@ class StudyFolder:
     lock            held by the controller
     best.toml       the request of the best trial, for `paceline train`
     trials/N/       the run folder of trial N
+    job.sh          the script of the job array, with --array
     logs/N.txt      what the launcher of trial N printed
     """
 
@@ -33,6 +34,10 @@ class StudyFolder:
     @property
     def best(self) -> Path:
         return self.path / "best.toml"
+
+    @property
+    def job_script(self) -> Path:
+        return self.path / "job.sh"
 
     @property
     def trials(self) -> Path:
@@ -65,9 +70,14 @@ def open_study(path: Path) -> StudyFolder:
     return StudyFolder(path)
 
 
+def choose_study(path: str | None, task: str) -> StudyFolder:
+    """Return the folder of a new study, by default runs/TASK-tune-TIME. Raises RunError if it exists."""
+    return StudyFolder(choose_path(path, f"{task.rpartition(':')[2]}-tune"))
+
+
 def create_study(path: str | None, task: str) -> StudyFolder:
-    """Create the folder of a new study, by default runs/TASK-tune-TIME. Raises RunError."""
-    chosen = choose_path(path, f"{task.rpartition(':')[2]}-tune")
+    """Create the folder of a new study, as `choose_study` names it. Raises RunError."""
+    chosen = choose_study(path, task).path
     try:
         for folder in (chosen, chosen / "trials", chosen / "logs"):
             folder.mkdir(parents=folder is chosen)

@@ -14,6 +14,7 @@ from paceline.errors import RunError
 from paceline.files import append_whole, end_of_lines, open_regular, reason
 
 MAX_LINE_BYTES = 2**20
+Values = dict[str, bool | int | float | str]
 Metrics = dict[str, float | None]  # None: not a finite number
 
 
@@ -29,7 +30,7 @@ class Suggested(StudyEvent):
     """A sampler chose the values of a new trial."""
 
     trial: int = Field(ge=0)
-    values: dict[str, Any]
+    values: Values
 
 
 class Launched(StudyEvent):
@@ -50,6 +51,15 @@ class Reached(StudyEvent):
     seconds: float  # of training since `Launched`
 
 
+class Exploited(StudyEvent):
+    """A trial continues from the checkpoint of another trial of its generation, with other values."""
+
+    trial: int = Field(ge=0)
+    parent: int = Field(ge=0)
+    generation: int
+    values: Values
+
+
 class Finished(StudyEvent):
     """A trial is over. message: why it failed or was stopped."""
 
@@ -59,7 +69,7 @@ class Finished(StudyEvent):
 
 
 KINDS: dict[str, type[StudyEvent]] = {
-    kind.__name__.lower(): kind for kind in (Suggested, Launched, Reached, Finished)
+    kind.__name__.lower(): kind for kind in (Suggested, Launched, Reached, Exploited, Finished)
 }
 
 
@@ -126,6 +136,7 @@ class StudyState:
     trials: dict[int, Trial] = field(default_factory=dict)
     events: list[StudyEvent] = field(default_factory=list)
     skipped: int = 0  # lines that could not be used
+    exploited: dict[int, set[int]] = field(default_factory=dict)  # trials by generation
 
     def apply(self, event: StudyEvent) -> None:
         """Update the trials with the next event. Events of unknown trials are skipped."""
@@ -140,6 +151,8 @@ class StudyState:
                 self.skipped += 1
                 return
             _update(trial, event)
+            if isinstance(event, Exploited):
+                self.exploited.setdefault(event.generation, set()).add(event.trial)
         self.events.append(event)
 
 
@@ -153,6 +166,8 @@ def _update(trial: Trial, event: StudyEvent) -> None:
             trial.stages.append(event)
             trial.seconds += event.seconds
             trial.rank_seconds += event.seconds * (trial.ranks or 1)
+        case Exploited():
+            trial.values = event.values
         case Finished():
             trial.state, trial.message = event.state, event.message
 

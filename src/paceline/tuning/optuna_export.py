@@ -26,7 +26,11 @@ def compute_importance(definition: StudyDefinition, state: StudyState) -> dict[s
     It is empty if Optuna or scikit-learn are not installed, and for fewer than four complete trials.
     Hutter et al., An Efficient Approach for Assessing Hyperparameter Importance, 2014 (fANOVA).
     """
-    complete = [trial for trial in state.trials.values() if trial.state == "complete"]
+    complete = [
+        trial
+        for trial in state.trials.values()
+        if trial.state == "complete" and definition.space.contains(trial.values)
+    ]
     first = definition.objectives[:1]
     losses = {losses for trial in complete if (losses := read_losses(first, trial)) is not None}
     has_packages = all(importlib.util.find_spec(name) is not None for name in ("optuna", "sklearn"))
@@ -68,6 +72,8 @@ def export_study(definition: StudyDefinition, state: StudyState, path: Path, nam
             )
             study.set_metric_names([goal.name for goal in definition.objectives])
             for trial in state.trials.values():
+                if not definition.space.contains(trial.values):
+                    raise RunError(f"trial {trial.number} has values outside of the space of study.toml")
                 study.add_trial(_with_own_signs(definition, to_optuna(definition, trial)))
     except OSError as error:
         raise RunError(f"cannot write {path}: {reason(error)}") from error

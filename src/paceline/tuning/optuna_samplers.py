@@ -29,16 +29,19 @@ def suggest_with_optuna(definition: StudyDefinition, state: StudyState, number: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # options that Optuna calls experimental
         name = definition.search.sampler
-        seed = _seed(definition.search.seed, None if name in REPLAYED else number)
-        study = optuna.create_study(
-            sampler=_build_sampler(name, seed, definition),
-            directions=["minimize"] * len(definition.objectives),
-        )
-        (_replay if name in REPLAYED else _add_trials)(study, definition, state)
+        sampler = _build_sampler(name, _seed(definition.search.seed, number), definition)
+        directions = ["minimize"] * len(definition.objectives)
+        study = optuna.create_study(sampler=sampler, directions=directions)
+        if name in REPLAYED:
+            _replay(study, definition, state)
+            # The replay drew an unknown number of random numbers. The state of the sampler is in the trials.
+            study.sampler = _build_sampler(name, _seed(definition.search.seed, number), definition)
+        else:
+            _add_trials(study, definition, state)
         return _ask(study, definition)[1]
 
 
-def _seed(search_seed: int, number: int | None) -> int:
+def _seed(search_seed: int, number: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{search_seed}/{number}".encode()).digest()[:4], "big")
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from paceline import events
 from paceline.events import Ended, Evaluated, Failed, Profiled, Started, Step
+from paceline.report.run_view import view
 from paceline.run import RunFolder
 from paceline.spec import Spec
-from paceline.tuning.journal import Metrics
+from paceline.tuning.folder import StudyFolder
+from paceline.tuning.journal import Finished, Metrics, Reached, StudyState
 
 MEASURED_STEPS = 200  # last steps whose median is the step time
 
@@ -30,16 +32,14 @@ def read_metrics(run: RunFolder) -> tuple[int, Metrics]:
     """
     metrics: Metrics = {}
     samples = 0
-    batch = None
-    for event in events.last(run.events, Started, Evaluated, Ended, Profiled):
+    for event in events.last(run.events, Started, Step, Profiled):
         match event:
             case Started():
                 metrics["parameters"] = float(event.parameters)
-                batch = event.batch
             case Profiled():
                 metrics["memory"] = float(sum(event.memory.values()))
-            case Ended():
-                samples = event.step * (batch or 0)
+            case Step():
+                samples = event.samples
     if (step_s := _measure_step_s(run)) is not None:
         metrics["step_s"] = step_s
     for event in events.last(run.events, Evaluated):
@@ -54,6 +54,17 @@ def _measure_step_s(run: RunFolder) -> float | None:
     _, recent = events.tail(run.events, events.Skipped())
     steps = [event.step_s for event in recent if isinstance(event, Step)][-MEASURED_STEPS:]
     return statistics.median(steps) if steps else None
+
+
+def collect_results(state: StudyState, folder: StudyFolder) -> None:
+    """Add the results of trials that jobs of their own have trained, and no controller recorded."""
+    for trial in list(state.trials.values()):
+        run = folder.run(trial.number)
+        if trial.state == "waiting" and run.spec.exists() and is_trained(run, run.request()[0]):
+            samples, metrics = read_metrics(run)
+            seconds = sum(view(run).summary.wall_s.values())
+            state.apply(Reached(trial=trial.number, samples=samples, metrics=metrics, seconds=seconds))
+            state.apply(Finished(trial=trial.number, state="complete"))
 
 
 def describe_failure(run: RunFolder, begin: int, log: Path, status: int) -> str:

@@ -13,7 +13,7 @@ from paceline.tuning.definition import StudyDefinition, override_request
 from paceline.tuning.folder import StudyFolder
 from paceline.tuning.journal import StudyState, Trial
 from paceline.tuning.objectives import StudyObjective, read_losses
-from paceline.units import format_seconds, several
+from paceline.units import format_seconds, several, without_controls
 
 SHOWN_TRIALS = 20
 
@@ -65,7 +65,9 @@ def write_best(folder: StudyFolder, definition: StudyDefinition, state: StudySta
 
 def format_value(value: Any) -> str:
     """Return a value of a parameter or metric with four digits."""
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    return (
+        f"{value:.4g}" if isinstance(value, float) else "" if value is None else without_controls(str(value))
+    )
 
 
 def format_trial(definition: StudyDefinition, trial: Trial) -> str:
@@ -76,7 +78,7 @@ def format_trial(definition: StudyDefinition, trial: Trial) -> str:
             f"{goal.name} {format_value(trial.metrics[goal.name])}" for goal in definition.objectives
         )
         return f"trial {trial.number}: {result} ({format_seconds(trial.seconds)}) with {values}"
-    sentence = trial.message.splitlines()[0] if trial.message else ""
+    sentence = without_controls(trial.message.splitlines()[0]) if trial.message else ""
     return f"trial {trial.number}: {trial.state}: {sentence} with {values}"
 
 

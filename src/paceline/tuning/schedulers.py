@@ -20,6 +20,8 @@ def list_shares(search: Search) -> list[float]:
     """Return the share of the whole length at which each stage ends, in rising order."""
     if search.scheduler in ("asha", "hyperband"):
         return [search.reduction**-power for power in range(search.rungs - 1, 0, -1)] + [1.0]
+    if search.scheduler == "pbt":
+        return [generation / search.rungs for generation in range(1, search.rungs + 1)]
     return [1.0]
 
 
@@ -61,9 +63,27 @@ def choose_trial(
     promoted = find_promotion(search, objectives, state)
     if promoted is not None:
         return promoted
+    if search.scheduler == "pbt" and (member := find_member(search, state)) is not None:
+        return member
+    return None if has_all_trials(search, state) else len(state.trials)
+
+
+def has_all_trials(search: Search, state: StudyState) -> bool:
+    """Return whether no new trial follows. Refused trials do not count, except in a grid."""
     refused = sum(trial.state == "refused" for trial in state.trials.values())
-    counted = len(state.trials) - (0 if search.sampler == "grid" else refused)
-    return len(state.trials) if counted < search.trials else None
+    return len(state.trials) - (0 if search.sampler == "grid" else refused) >= search.trials
+
+
+def find_member(search: Search, state: StudyState) -> int | None:
+    """Return the next trial of a population that lags behind the others, or None to wait for them."""
+    if not has_all_trials(search, state):
+        return None
+    active = [trial for trial in state.trials.values() if not trial.is_over]
+    generation = min((len(trial.stages) for trial in active), default=0)
+    return next(
+        (trial.number for trial in active if trial.state == "paused" and len(trial.stages) == generation),
+        None,
+    )
 
 
 def find_promotion(search: Search, objectives: Sequence[StudyObjective], state: StudyState) -> int | None:

@@ -105,6 +105,13 @@ class Parameter:
             )
         return [self._at(index) for index in range(self._count_steps())]
 
+    def contains(self, value: Any) -> bool:
+        """Return whether a value, which another user may have written, belongs to the range."""
+        if self.kind == "choice":
+            return any(type(value) is type(choice) and value == choice for choice in self.choices)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and self.low <= value <= self.high
+
     def extremes(self) -> list[Any]:
         """Return the values that a check of the space tries."""
         if self.kind == "choice":
@@ -217,6 +224,11 @@ class Space:
             if parameter.condition is None or parameter.condition.holds(values):
                 values[parameter.name] = parameter.from_unit(shares[parameter.name])
         return values
+
+    def contains(self, values: Mapping[str, Any]) -> bool:
+        """Return whether these are values of a trial."""
+        known = {parameter.name: parameter for parameter in self.parameters}
+        return all(name in known and known[name].contains(value) for name, value in values.items())
 
     def list_grid(self) -> Iterator[dict[str, Any]]:
         """Yield all combinations; the last parameter varies fastest. Raises SpecError."""

@@ -41,7 +41,8 @@ def read_asset(name: str) -> str:
     return files("paceline.inspect.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """Return the digest by which a Content-Security-Policy permits a script or a style sheet."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
@@ -59,7 +60,7 @@ def build_page(
     drawn = build_images(records, images)
     style, script = read_asset("report.css"), read_asset("report.js")
     policy = (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; "
         + ("img-src data:; " if drawn else "")
         + "base-uri 'none'; form-action 'none'"
     )

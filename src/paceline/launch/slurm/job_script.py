@@ -26,6 +26,7 @@ class Job:
     python: str  # interpreter, unless the site has an environment
     least_nodes: int | None = None  # on which to continue when nodes are lost; None: all nodes
     restarts: int = 0  # maximum number of restarts of all ranks; 0: no agent would restart them
+    array: str | None = None  # tasks of a job array, such as 0-9; `run` contains a run folder for each
 
     def __post_init__(self) -> None:
         for text in map(str, (self.run, self.folder, self.time, self.python)):
@@ -86,7 +87,8 @@ def render(job: Job, site: Site) -> str:
 def list_options(job: Job, site: Site) -> dict[str, str]:
     """Return the options of sbatch by name, without the further options of the site."""
     options = {
-        "job-name": job.run.name,
+        "job-name": job.run.name if job.array is None else job.run.parent.name,
+        "array": job.array,
         "nodes": job.nodes if job.least_nodes in (None, job.nodes) else f"{job.least_nodes}-{job.nodes}",
         # with this option and 2-4 nodes, Slurm would take only 2
         "ntasks-per-node": job.ranks_per_node if not job.restarts else None,
@@ -100,7 +102,7 @@ def list_options(job: Job, site: Site) -> dict[str, str]:
         "gres": site.gres,
         "gpus-per-node": site.gpus_per_node,
         "mem": site.memory,
-        "output": f"{job.run}/{site.log}",
+        "output": f"{job.run}/{site.log}" if job.array is None else f"{job.run}/%a/{site.log}",
         "open-mode": "append",
         "signal": f"B:USR1@{site.notice_s}",
     }
@@ -118,17 +120,19 @@ def describe_head(job: Job, site: Site) -> list[str]:
 
 def _head(job: Job, site: Site) -> str:
     lines = describe_head(job, site)
+    script = (job.run if job.array is None else job.run.parent) / "job.sh"
     comment = (
-        "# Trains, or continues from the last checkpoint. To start it again: sbatch "
-        f"{quote_word(job.run / 'job.sh')}"
+        f"# Trains, or continues from the last checkpoint. To start it again: sbatch {quote_word(script)}"
     )
     return "\n".join(["#!/bin/bash", *lines, comment])
 
 
 def _set_up(job: Job, site: Site) -> str:
     lines = [
-        f"run={quote_word(job.run)}",
-        _NO_ARRAY,
+        f"run={quote_word(job.run)}"
+        if job.array is None
+        else f'run={quote_word(job.run)}/"$SLURM_ARRAY_TASK_ID"',
+        _NO_ARRAY if job.array is None else None,
         f"cd {quote_word(job.folder)} || exit",
         'echo "$SLURM_JOB_ID" > "$run/job"',
         f"module load {shlex.join(site.modules)}" if site.modules else None,
