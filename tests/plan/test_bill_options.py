@@ -93,9 +93,36 @@ def test_frozen_and_inactive_parameters_in_the_estimate(tmp_path: Path) -> None:
     assert "active parameters" in succeed("plan", "--model", "mixtral-8x7b", *words, at=tmp_path).out
 
 
+def test_constraints_restrict_the_search(tmp_path: Path) -> None:
+    words = ("plan", "--model", "llama3-8b", "--cluster", "h100:8x2@50", "--batch", "64", "--top", "100000")
+    rule = "pp<=2, tp>1,recompute!=full,pp_schedule=1f1b,zero<3"
+    for name, more in (("all", ()), ("some", ("--where", rule))):
+        succeed(*words, *more, "--json", f"{name}.json", at=tmp_path)
+    every, some = (json.loads((tmp_path / f"{name}.json").read_text())["plans"] for name in ("all", "some"))
+    wanted = []
+    for found in every:
+        keys = dict(part.split("=") for part in found["plan"].split(",") if "=" in part)
+        is_pipeline = int(keys.get("pp", 1)) > 1
+        if (
+            int(keys.get("pp", 1)) <= 2
+            and int(keys.get("tp", 1)) > 1
+            and keys.get("recompute", "none") != "full"
+            and (not is_pipeline or keys["pp_schedule"] == "1f1b")
+            and not found["plan"].startswith(("zero3", "hsdp"))
+        ):
+            wanted.append(found)
+    assert 0 < len(some) < len(every)
+    assert some == wanted
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (("--where", "pp<4,memory<3"), "plans have no memory"),
+        (("--where", "pp"), "--where must be comparisons such as"),
+        (("--where", "tp<x"), "tp is a number, got 'x'"),
+        (("--where", "recompute<full"), "recompute is = or != one of none, full, selective"),
+        (("--where", "tp=3"), "satisfies --where tp=3"),
         (("--interrupted-every", "2"), "--interrupted-every requires the length of the training"),
         (("--co2", "0", "--tokens", "1e9"), "--co2 must be above 0, got 0"),
         (("--save-time", "2", "--tokens", "1e9"), "--save-time requires --interrupted-every"),
@@ -103,7 +130,19 @@ def test_frozen_and_inactive_parameters_in_the_estimate(tmp_path: Path) -> None:
         (("--cluster", "h100:8x1", "--plot", "a.svg"), "2 machines are compared; leave --plot out"),
         (("--compute-optimal", "--lora", "rank=8", "--tokens", "1e9"), "knows language models"),
     ],
-    ids=["interrupted", "co2", "save", "achieved", "machines", "frozen"],
+    ids=[
+        "name",
+        "form",
+        "number",
+        "word",
+        "none",
+        "interrupted",
+        "co2",
+        "save",
+        "achieved",
+        "machines",
+        "frozen",
+    ],
 )
 def test_bad_options_are_one_sentence(tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:
     done = paceline("plan", "--model", "gpt2", "--batch", "8", "--cluster", "h100:1x1", *words, at=tmp_path)

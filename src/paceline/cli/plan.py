@@ -45,6 +45,13 @@ def plan(
     plan: Annotated[
         str | None, Option(help="Predict only this plan, as for train [default: all possible plans]")
     ] = None,
+    where: Annotated[
+        str | None,
+        Option(
+            metavar="CONSTRAINTS",
+            help="Search only plans with these properties, such as 'pp<=4,tp<=8,recompute!=full'.",
+        ),
+    ] = None,
     set: Set = None,
     precision: Precision = None,
     lora: Lora = None,
@@ -111,7 +118,12 @@ def plan(
             "--plot": plot,
             "--json": json,
         }
-        unused |= {"--peak": peak, "--measure": measure, "--interrupted-every": interrupted_every}
+        unused |= {
+            "--where": where,
+            "--peak": peak,
+            "--measure": measure,
+            "--interrupted-every": interrupted_every,
+        }
         _refuse("--achieved estimates from a rate that you know", unused | {"--co2": co2})
         query = read_query(target, model, batch or 1, seq, precision, set, lora=lora)
         notes = _compare_allocation(query, tokens) if compute_optimal else []
@@ -123,7 +135,9 @@ def plan(
     from paceline.cli.plan_inputs import find_cluster, with_peak
     from paceline.plan.cost_model.interruptions import Interruptions, guess_save_s
     from paceline.plan.search.best_plans import find_best_plans
+    from paceline.plan.search.constraints import parse_constraints
 
+    constraints = parse_constraints(where) if where is not None else ()
     results = []
     for name, device_price, label in machines:
         machine = with_peak(find_cluster(name), peak)
@@ -141,6 +155,7 @@ def plan(
             tokens,
             device_price,
             others=explain or plot is not None,
+            where=constraints,
         )
         interruptions = None
         if interrupted_every is not None:

@@ -1,5 +1,6 @@
 """BestPlans: the best plans for a request, or the cost of one plan, and what was assumed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.cluster.facts import Cluster
@@ -11,6 +12,7 @@ from paceline.plan.cost_model.interruptions import Interruptions
 from paceline.plan.cost_model.predict import predict
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import Plan, parse
+from paceline.plan.search.constraints import Constraint
 from paceline.plan.search.search import MARGIN, RejectedPlan, no_fit_error, search_plans
 
 
@@ -92,10 +94,12 @@ def find_best_plans(
     tokens: float | None = None,
     price: float | None = None,
     others: bool = False,
+    where: Sequence[Constraint] = (),
 ) -> BestPlans:
     """Return the plans that fit, fastest first, or the cost of `plan`.
 
-    others: also return the plans to compare `plan` with.
+    others: also return the plans to compare `plan` with. where: what these plans and those that are searched
+    must satisfy.
 
     Raises PlanError for a plan that is impossible, if no plan fits, and if too little is known of the
     machine.
@@ -116,9 +120,17 @@ def find_best_plans(
         )
         if not others:
             return whole
-    found = search_plans(facts, cluster, batch, MARGIN, recipe, count)
+    found = search_plans(facts, cluster, batch, MARGIN, recipe, count, where)
     if plan is not None:
         return replace(whole, others=found.fitting, rejected=found.rejected)
+    if where and not found.fitting:
+        rule = ",".join(map(str, where))
+        if not found.rejected:
+            raise PlanError(f"no plan for {count} ranks and a batch of {batch} satisfies --where {rule}")
+        raise PlanError(
+            f"no plan with {rule} fits; the leanest, {found.rejected[0].plan}, {found.rejected[0].reason}; "
+            f"loosen --where"
+        )
     if not found.fitting:
         raise no_fit_error(found, facts, cluster, batch, recipe, count)
     return replace(whole, plans=found.fitting, rejected=found.rejected)

@@ -4,7 +4,7 @@ The result has the plans that fit, fastest first, and the reason for each other 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,6 +20,7 @@ from paceline.plan.cost_model.work_split import WorkSplit
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import RECOMPUTE, Plan
 from paceline.plan.schedules import SCHEDULES
+from paceline.plan.search.constraints import Constraint, allows_all
 from paceline.units import format_bytes
 
 MARGIN = 0.1  # default share of a device's memory that a plan leaves free
@@ -166,8 +167,9 @@ def search_plans(
     margin: float = MARGIN,
     recipe: Recipe | None = None,
     ranks: int | None = None,
+    where: Sequence[Constraint] = (),
 ) -> SearchResult:
-    """Return every legal plan on `ranks` ranks, or on all devices.
+    """Return every legal plan on `ranks` ranks, or on all devices, that the constraints allow.
 
     Those that fit with the share `margin` of memory free are priced.
     """
@@ -177,6 +179,8 @@ def search_plans(
     fitting: list[tuple[Plan, Cost]] = []
     rejected: list[RejectedPlan] = []
     for split in enumerate_splits(facts, rates.ranks, rates.per_node, batch):
+        if where and not allows_all(where, split):
+            continue
         rank, values = find_peak(facts, split, recipe)
         if sum(values) > limit:
             rejected.append(_rejected(split, values, limit))
