@@ -1,5 +1,7 @@
 """The file of scalars that TensorBoard reads."""
 
+import io
+import random
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ import pytest
 from command import succeed
 from paceline.events import Evaluated, Step
 from paceline.report.progress import _write_scalars
+from paceline.report.record_format import crc32c, encode_record
 from paceline.run import RunFolder
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -113,3 +116,17 @@ def test_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "tensorboard").write_text("")
     with pytest.raises(OSError, match="exists"):
         ScalarWriter(tmp_path / "tensorboard")
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 8, 255, 511, 512, 513, 1000, 4096, 100_001])
+def test_records_are_those_of_tensorboard(size):
+    """Their checksums too: a damaged byte gives another one. "123456789" is the example of the standard."""
+    records = pytest.importorskip("tensorboard.summary.writer.record_writer")
+    data = random.Random(size).randbytes(size)
+    file = io.BytesIO()
+    records.RecordWriter(file).write(data)
+    assert encode_record(data) == file.getvalue()
+    assert crc32c(b"123456789") == 0xE3069283
+    if size:
+        damaged = bytes([data[0] ^ 1]) + data[1:]
+        assert crc32c(damaged) != crc32c(data)

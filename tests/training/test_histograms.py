@@ -20,6 +20,7 @@ from paceline.events import Step
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Save
+from paceline.training.histograms import counts as counts_module
 from paceline.training.histograms import recorder
 from paceline.training.histograms.counts import TensorCounts
 from paceline.training.init.named_tensors import named_tensors
@@ -50,6 +51,7 @@ PLANS = {
     "pp=2,tp=2,dp=2,zero=2,microbatches=2": 8,
     "zero3,recompute=full": 2,
 }
+DIVIDED = ("tp=2,zero=2", "cp=2")
 QUICK = ("ddp,microbatches=2", "zero3", "tp=2", "pp=2,microbatches=3")
 
 
@@ -123,13 +125,38 @@ def test_counts_of_whole_tensors(plan: str, tmp_path: Path) -> None:
             for step in (2, 4):
                 check_counts(found[f"{kind}/{name}"][step], tensors[kind, step, name])
     activations = {name for name in found if name.startswith("activations")}
-    if "tp" in plan or "cp" in plan:
+    if "pp" in plan and "tp" in plan:
         assert not activations
         return
     for name in (f"activations/blocks.{at}" for at in range(4)):
         assert name in activations
         for step in (2, 4):
             assert found[name][step].num == SPEC.batch * task.context * task.width, "of the global batch"
+
+
+@pytest.mark.parametrize("plan", ["tp=2", *(pytest.param(p, marks=pytest.mark.slow) for p in DIVIDED)])
+def test_divided_activations_are_those_of_one_process(plan: str, tmp_path: Path) -> None:
+    """tp divides features or positions of some outputs, cp the positions of blocks; others are whole."""
+    task = models.ShortText(depth=4)
+    spec = SPEC.model_copy(update={"steps": 2})
+    found: dict[str, dict[str, dict[int, Any]]] = {}
+    for name in ("single", plan):
+        (tmp_path / name).mkdir()
+        ranks(PLANS.get(name, 1))(train_and_collect, task, spec, name, str(tmp_path / name))
+        found[name] = {key: of for key, of in read(tmp_path / name).items() if key.startswith("activations")}
+    one, several = found["single"], found[plan]
+    assert one.keys() == several.keys()
+    assert len(one) > 5
+    for name, of_one in one.items():
+        if name == "activations/position" and "zero" in plan:
+            continue  # its output is for no sample, so that each data rank adds it
+        first, second = of_one[2], several[name][2]
+        assert first.num == second.num, name
+        for attribute in ("min", "max", "sum", "sum_squares"):
+            expected = pytest.approx(getattr(first, attribute), rel=1e-7, abs=1e-7)
+            assert getattr(second, attribute) == expected, (name, attribute)
+    parts, whole = several["activations/blocks.0"][2], one["activations/blocks.1"][2]
+    assert parts.sum_squares != pytest.approx(whole.sum_squares, rel=1e-3), "another block differs"
 
 
 class KnownActivations(models.Points):
@@ -192,9 +219,34 @@ def test_counts_add_up_over_parts() -> None:
     nothing.add("x", torch.tensor([torch.nan, torch.inf]))
     assert nothing.reduce() == {}
     scaled, twice = (TensorCounts(["x"], torch.device("cpu")) for _ in range(2))
-    scaled.add("x", values * 4, 4.0)
+    scaled.add_all([("x", values * 4)], 4.0)
     twice.add("x", values)
     assert scaled.reduce()["x"].counts == twice.reduce()["x"].counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_values_next_to_limits_are_in_their_bins(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers next to each limit, and of all magnitudes, compared with numpy's search."""
+    limits = np.array([sign * 10 ** (exponent / 10) for sign in (-1, 1) for exponent in range(-80, 81)])
+    near = torch.tensor(np.sort(limits)).to(dtype)
+    up, down = (near.nextafter(torch.tensor(end, dtype=dtype)) for end in (torch.inf, -torch.inf))
+    draws = torch.randn(5000, dtype=torch.float64) * 10 ** torch.empty(5000, dtype=torch.float64).uniform_(
+        -12, 12
+    )
+    values = torch.cat([near, up, down, draws.to(dtype), torch.tensor([0.0, -0.0, 1e-40, -1e-40]).to(dtype)])
+    values = values[values.isfinite()]
+    monkeypatch.setattr(counts_module, "CHUNK", 999)
+    counts = TensorCounts(["empty", "x", "y"], torch.device("cpu"))
+    counts.add_all([("x", values), ("empty", values[:0]), ("y", values[:7])])
+    found = counts.reduce()
+    assert found.keys() == {"x", "y"}
+    for name, own in (("x", values), ("y", values[:7])):
+        numbers = own.double().numpy()
+        expected = np.bincount(np.searchsorted(np.sort(limits), numbers), minlength=323)
+        assert np.array_equal(found[name].counts, expected)
+        assert (found[name].min, found[name].max) == (numbers.min(), numbers.max())
+        assert found[name].sum == pytest.approx(numbers.sum(), rel=1e-9)
+        assert found[name].sum_squares == pytest.approx(np.square(numbers).sum(), rel=1e-9)
 
 
 def test_a_tensor_that_is_counted_twice_is_found() -> None:

@@ -1,6 +1,5 @@
 """A file for TensorBoard: scalars, histograms, hyper-parameters and texts."""
 
-import io
 import itertools
 import os
 import platform
@@ -17,12 +16,12 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from paceline.files import append_whole
 from paceline.plotting.png import read_size
 from paceline.report.graph_node import GraphNode
 from paceline.report.histogram import Histogram
+from paceline.report.record_format import encode_record
 
 _numbers = itertools.count()
 
@@ -30,6 +29,7 @@ _numbers = itertools.count()
 def _encode(histogram: Histogram) -> HistogramProto:
     """Return a histogram with the bins from the first to the last that have values."""
     filled = [at for at, count in enumerate(histogram.counts) if count]
+    # The bin before the first, so that TensorBoard knows its lower end.
     bins = slice(max(0, filled[0] - 1), filled[-1] + 1)
     return HistogramProto(
         min=histogram.min,
@@ -130,6 +130,4 @@ class ScalarWriter:
         os.close(self._file)
 
     def _append(self, event: Event) -> bool:
-        record = io.BytesIO()
-        RecordWriter(record).write(event.SerializeToString())
-        return append_whole(self._file, record.getvalue())
+        return append_whole(self._file, encode_record(event.SerializeToString()))

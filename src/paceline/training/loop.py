@@ -305,7 +305,7 @@ class TrainingLoop:
         )
         self.tracer = StepTracer(context, prepared, heartbeat, self.first)
         self.profiler.traced = self.tracer.steps
-        self.histograms = HistogramRecorder(context, prepared, self.first)
+        self.histograms = HistogramRecorder(context, prepared, self.first, data.training)
         self.guard = ReplicaGuard(context, prepared, data, self.first)
         self.noise = NoiseMeter(spec, context.plan, self.update, self.first)
 
@@ -426,6 +426,7 @@ class TrainingLoop:
         self.heartbeat.enter(DATA)
         micro_batches = [next(source) for _ in range(self.batch_slice.microbatches)]
         data_s = time.perf_counter() - began
+        self.histograms.expect(micro_batches)
         local = self.prepared.local
         if local is not None:
             local.before_step(self.step)
@@ -528,6 +529,7 @@ class TrainingLoop:
             notes=(
                 *self.prepared.notes,
                 *self.checkpoints.resumed.notes,
+                *self.histograms.notes,
                 *describe_streams(self.data.training, self.batches.samples_before(self.first)),
             ),
             lr_group=self.prepared.lr_group,

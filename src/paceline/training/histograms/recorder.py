@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.batch import find_tensors
+from paceline.data.loader import Batch, Samples
 from paceline.distributed.dtensor import is_dtensor, local_tensor
-from paceline.errors import PlanError, SpecError
+from paceline.errors import Error, PlanError, SpecError
 from paceline.parallel.module_hooks import find_parts
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import read_layout
 from paceline.torch_compat import intercept_calls
 from paceline.training.histograms.counts import TensorCounts
+from paceline.training.histograms.whole_sizes import WholeSizes, find_floats
 from paceline.training.setup import PreparedTraining, RankContext
 from paceline.training.update_sequence import UpdateSequence
 
@@ -35,34 +36,58 @@ def check_histograms(spec: Spec, plan: ResolvedPlan) -> tuple[str, ...]:
         return ()
     if plan.is_asynchronous:
         raise PlanError(f"plan {plan} has other weights on each rank; leave histograms={spec.histograms} out")
-    if plan.tp > 1 or plan.cp > 1:
-        return ("there are no histograms of activations, which tp and cp divide over ranks",)
+    if not _can_count_activations(plan):
+        return ("there are no histograms of activations, which more than one of pp, tp and cp divide",)
     return ()
+
+
+def _divides_activations(plan: ResolvedPlan) -> bool:
+    """Return whether blocks may have a part of their output on each of several ranks."""
+    return plan.tp > 1 or plan.cp > 1
+
+
+def _can_count_activations(plan: ResolvedPlan) -> bool:
+    return not _divides_activations(plan) or sum(degree > 1 for degree in (plan.pp, plan.tp, plan.cp)) == 1
 
 
 class HistogramRecorder:
     """Counts weights, gradients and activations in every N-th step. All ranks call `begin` and `end`.
 
     first: steps done before the first of this start. That step has no histograms, because it also runs
-    passes that prepare the plan.
+    passes that prepare the plan. training: the training split. notes: what is left out, and why.
     """
 
-    def __init__(self, context: RankContext, prepared: PreparedTraining, first: int):
+    def __init__(self, context: RankContext, prepared: PreparedTraining, first: int, training: Samples):
         self.context, self.prepared, self.first = context, prepared, first
         self.every = context.spec.histograms if context.run is not None else None
         self.counts: TensorCounts | None = None
         self._ends: list[Callable[[], None]] = []
         self._writer: Any = None
+        self.notes: tuple[str, ...] = ()
+        self._sizes: WholeSizes | None = None
+        self._expected: dict[str, list[list[int]]] = {}  # sizes of the calls of this step that remain
         if self.every is None:
             return
         self.names = [
             name for name, parameter in prepared.model.named_parameters() if parameter.requires_grad
         ]
         self.blocks = self._find_blocks()
+        if self.blocks and _divides_activations(context.plan):
+            try:
+                self._sizes = WholeSizes(context.spec, context.task, context.plan, training, self.blocks)
+            except Error as error:
+                self.blocks = {}
+                self.notes = (f"there are no histograms of activations: {error}",)
 
     def _find_blocks(self) -> dict[str, nn.Module]:
         """Return the modules whose outputs are counted: those that run once, on one rank of each batch."""
-        if self.context.plan.tp > 1 or self.context.plan.cp > 1:
+        plan = self.context.plan
+        if not _can_count_activations(plan):
+            return {}
+        if _divides_activations(plan) and isinstance(self.prepared.update, UpdateSequence):
+            self.notes = (
+                f"there are no histograms of activations under {plan}: the task has several updates",
+            )
             return {}
         parts = find_parts(self.prepared.model, read_layout(self.context.task))
         pipeline = self.prepared.step.pipeline
@@ -84,6 +109,19 @@ class HistogramRecorder:
         for name, block in self.blocks.items():
             self._ends.append(intercept_calls(block, partial(self._call, f"{ACTIVATIONS}/{name}")))
 
+    def expect(self, micro_batches: Sequence[Batch]) -> None:
+        """Prepare for the forward passes of the micro-batches of the step that has begun."""
+        if self.counts is None or self._sizes is None:
+            return
+        self._expected = {name: [] for name in self.blocks}
+        for batch in micro_batches:
+            try:
+                sizes = self._sizes.find(batch)
+            except Error:  # unlike the first batch; calls without an expected size are not counted
+                continue
+            for name, calls in sizes.items():
+                self._expected[name] += calls
+
     def end(self, step: int, wall_time: float) -> None:
         """End a step, the `step`-th, and write its histograms. A collective if the step has any."""
         if self.counts is None:
@@ -103,10 +141,30 @@ class HistogramRecorder:
         output = run(*args, **kwargs)
         # A pass without gradients, or one that recomputes activations, repeats another one.
         if self.counts is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            for tensor in find_tensors(output):
-                if tensor.is_floating_point():
-                    self.counts.add(name, local_tensor(tensor) if is_dtensor(tensor) else tensor)
+            tensors = [
+                local_tensor(tensor) if is_dtensor(tensor) else tensor for tensor in find_floats(output)
+            ]
+            if self._sizes is None:
+                for tensor in tensors:
+                    self.counts.add(name, tensor)
+            else:
+                self._add_parts(self.counts, name, tensors)
         return output
+
+    def _add_parts(self, counts: TensorCounts, name: str, tensors: Sequence[Tensor]) -> None:
+        """Count tensors that are whole on each rank of the tensor or context axis once, and parts on all."""
+        expected = self._expected.get(name.partition("/")[2])
+        sizes = expected.pop(0) if expected else []
+        if len(sizes) != len(tensors) or any(
+            tensor.numel() > size for tensor, size in zip(tensors, sizes, strict=True)
+        ):
+            counts.discard(name)
+            return
+        place = self.context.plan.place(self.context.world.rank)
+        is_first = place.tp == 0 and place.cp == 0
+        for tensor, size in zip(tensors, sizes, strict=True):
+            if is_first or tensor.numel() < size:
+                counts.add(name, tensor)
 
     def _observe(self, before: Callable[[str, int], None] | None, what: str, step: int) -> None:
         if before is not None:
@@ -114,11 +172,12 @@ class HistogramRecorder:
         if self.counts is None or what not in (GRADIENTS, WEIGHTS):
             return
         scale = self.prepared.step.loss_scale
-        for parameter, name in self._find_counted():
-            tensor: Tensor | None = parameter if what == WEIGHTS else parameter.grad
-            if tensor is not None:
-                divisor = scale.scale if scale is not None and what == GRADIENTS else 1.0
-                self.counts.add(f"{what}/{name}", local_tensor(tensor), divisor)
+        divisor = scale.scale if scale is not None and what == GRADIENTS else 1.0
+        found = ((name, own if what == WEIGHTS else own.grad) for own, name in self._find_counted())
+        self.counts.add_all(
+            ((f"{what}/{name}", local_tensor(tensor)) for name, tensor in found if tensor is not None),
+            divisor,
+        )
 
     def _find_counted(self) -> list[tuple[nn.Parameter, str]]:
         """Return the parameters that this rank counts, as in the norm of the gradient."""
