@@ -22,10 +22,12 @@ def rank_file(rank: int) -> str:
 def write_rank_trace(path: Path, events: Iterable[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
     """Write the events of a rank, one on each line. Raises RunError if that is not possible.
 
-    facts: what else the file contains.
+    events: the first key of each is "ph". facts: what else the file contains.
     """
-    encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
-    text = FIRST_LINE + ",\n".join(map(encode, events)).encode() + _last_lines(facts)
+    # One call for all events takes half the time. Quotes within texts have a backslash before them, so that
+    # these characters occur between two events only.
+    encoded = json.dumps(list(events), separators=(",", ":"))[1:-1].replace('},{"ph":', '},\n{"ph":')
+    text = FIRST_LINE + encoded.encode() + _last_lines(facts)
     with replaced(path) as temporary:
         temporary.write_bytes(gzip.compress(text, COMPRESSION, mtime=0))
 
