@@ -28,8 +28,20 @@ import machine
 from monitor import bound_of_median
 from page import Client, serve
 
-TRAIN = ("train", "text", "--ranks", "2", "--batch", "16", "--steps", "1000000", "--monitor", "1")
-MODEL = ("width=64", "depth=2", "context=64", "evaluate_every=1000000000", "profile=false")
+TRAIN = (
+    "train",
+    "text",
+    "--ranks",
+    "2",
+    "--batch",
+    "16",
+    "--steps",
+    "1000000",
+    "--monitor",
+    "1",
+    "--no-profile",
+)
+MODEL = ("width=64", "depth=2", "context=64", "spec.evaluate_every=1000000000")
 SETTLE_S = 8.0  # until the curves have many points
 
 

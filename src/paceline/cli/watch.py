@@ -12,7 +12,7 @@ import typer
 from paceline.cli.plan_options import Price
 
 METRICS = "Metrics for Prometheus"
-NICENESS = 10  # a training on the same machine has precedence
+NICENESS = 19  # a training on the same machine has precedence
 
 
 def watch(

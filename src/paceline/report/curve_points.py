@@ -43,9 +43,8 @@ def find_points(
     if until < len(x) and end is not None and (not until or x[until - 1] < end):
         until += 1  # the bucket in which the range ends
     size = max(1, -(-(until - first) // max(1, limit)))
-    begins = range(first, until, size)
-    ends = [min(at + size, until) for at in begins]
-    groups = [column.group(at, until) for at, until in zip(begins, ends, strict=True)]
+    ends = [min(at + size, until) for at in range(first, until, size)]
+    groups = column.group_all(first, until, size)
     return CurvePoints(
         name,
         axis,

@@ -71,6 +71,25 @@ class BucketColumn:
             sum(self.count[begin:end]),
         )
 
+    def group_all(self, begin: int, end: int, size: int) -> list[tuple[float, float, float, float, int]]:
+        """Return `group` of each `size` buckets from `begin` to `end`, the last of which may be fewer."""
+        if begin >= end:
+            return []
+        if size == 1:
+            return [*zip(*(array_[begin:end] for array_ in self.arrays), strict=True)]
+        import numpy as np  # most commands do not need it
+
+        starts = np.arange(0, end - begin, size)
+        low, high, last, total, count = (np.array(array_[begin:end]) for array_ in self.arrays)
+        columns = (
+            np.minimum.reduceat(low, starts),
+            np.maximum.reduceat(high, starts),
+            np.append(last[starts[1:] - 1], last[-1:]),
+            np.add.reduceat(total, starts),
+            np.add.reduceat(count, starts),
+        )
+        return [*zip(*(column.tolist() for column in columns), strict=True)]
+
     def halve(self) -> None:
         groups = [self.group(at, at + 2) for at in range(0, len(self.low) - 1, 2)]
         if len(self.low) % 2:

@@ -1,5 +1,6 @@
 """The curves of a run as tables of a page."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,8 +45,12 @@ class Selection:
             raise RunError(f"a filter has at most {MAX_FILTER} characters")
 
 
+@functools.lru_cache(2**16)
 def round_to(value: float | None, digits: int) -> float | None:
-    """Return a value with so many significant digits, because pages need few."""
+    """Return a value with so many significant digits, because pages need few.
+
+    The cache is for the points of curves: all of them are rounded at each refresh, and few are new.
+    """
     return None if value is None else float(f"{value:.{digits}g}")
 
 
