@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import lesson_concepts
+import lesson_operations
+import lesson_scale
 import lesson_values
 from lesson_tables import play_lesson, tables_of
 from paceline.lesson.blocks import LessonClaim, LessonQuestion
@@ -104,6 +106,14 @@ EXPECTED = {
     "mixed-precision": lesson_concepts.expect_mixed_precision,
     "products": lesson_concepts.expect_products,
     "recurrent": lesson_concepts.expect_recurrent,
+    "machine": lesson_scale.expect_machine,
+    "parameter-server": lesson_scale.expect_parameter_server,
+    "large-batch": lesson_scale.expect_large_batch,
+    "growth": lesson_operations.expect_growth,
+    "scaling": lesson_operations.expect_scaling,
+    "overlap": lesson_operations.expect_overlap,
+    "data-loading": lesson_operations.expect_data_loading,
+    "checkpoint": lesson_operations.expect_checkpoint,
 }  # the tables of each lesson by title; None: a table of text
 
 

@@ -8,12 +8,14 @@ from paceline.lesson.cells import COURSE, EXERCISES, LessonFile, read_lesson
 
 # names in the order of a course, by part
 PARTS = {
+    "Why": ("growth", "machine"),
     "Processes and communication": (
         "ranks",
         "point-to-point",
         "collectives",
         "ring-all-reduce",
         "bandwidth",
+        "overlap",
     ),
     "Training on several ranks": (
         "data-parallel",
@@ -24,11 +26,18 @@ PARTS = {
         "context-parallel",
         "mesh",
         "local-sgd",
+        "parameter-server",
+        "large-batch",
     ),
     "Numbers and dependencies": (
         "mixed-precision",
         "products",
         "recurrent",
+    ),
+    "Running it": (
+        "data-loading",
+        "checkpoint",
+        "scaling",
     ),
 }
 ORDER = tuple(name for names in PARTS.values() for name in names)
