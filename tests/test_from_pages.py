@@ -55,6 +55,5 @@ def test_ddp_and_task_compute_the_same_losses(tmp_path):
     native = run_native(tmp_path, blocks["ddp.py"])
     assert len(losses) == len(native) == STEPS
     assert losses == pytest.approx(native, rel=1e-6)
-    assert native[-1] < native[0]
     without_momentum = blocks["ddp.py"].replace(", momentum=0.9", "")
     assert losses != pytest.approx(run_native(tmp_path, without_momentum), rel=1e-3)

@@ -1,5 +1,6 @@
 """paceline lesson: the list, pages, notebooks, exercises, and bad input."""
 
+import functools
 import json
 import re
 
@@ -140,6 +141,27 @@ def test_exercise_accepts_its_solution(name, n, tmp_path):
     assert len(claims) >= n
 
 
+def test_readers_do_not_see_the_answers_in_the_code():
+    for name in ORDER:
+        lesson = find_lesson(name)
+        questions = [question for cell in lesson.cells for question in cell.questions]
+        assert questions, name
+        assert re.search(r"^ask\(", lesson.path.read_text(), re.M)
+        for cell in lesson.cells:
+            assert not re.search(r"^ask\(", f"{cell.shown_code}\n{cell.notebook_code}", re.M)
+            assert "@picture" not in cell.shown_code
+            assert ("@picture" in cell.notebook_code) == ("@picture" in cell.code)
+        for question, answer in questions:
+            assert f"**Question.** {question}" in notebook_text(name)
+            assert f"</summary>\n\n{answer}" in notebook_text(name)
+
+
+@functools.cache
+def notebook_text(name):
+    cells = json.loads(build_notebook(find_lesson(name), 2))["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells)
+
+
 def test_outline_of_a_course_names_every_lesson():
     page = (ROOT / "docs/teach.md").read_text()
     rows = re.findall(r"^\| \d\d:\d\d \| (.*?) \|", page, re.M)
@@ -164,7 +186,14 @@ def test_false_claims_raise():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [([6.0, 10.5], "[6, 10.5]"), (12345, "12,345"), (None, "-"), (True, "yes"), (0.123456, "0.1235")],
+    [
+        ([6.0, 10.5], "[6, 10.5]"),
+        (12345, "12,345"),
+        (None, "-"),
+        (True, "yes"),
+        (0.123456, "0.1235"),
+        (3.14e23, "3.14e+23"),
+    ],
 )
 def test_values_as_text(value, text):
     assert format_value(value) == text

@@ -80,4 +80,4 @@ def format_value(value: Any) -> str:
 def _format_number(value: float) -> str:
     if value.is_integer() and abs(value) < 1e15:
         return format_value(int(value))
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return f"{value:,.0f}" if 10_000 <= abs(value) < 1e15 else f"{value:.4g}"

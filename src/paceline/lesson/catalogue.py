@@ -73,6 +73,6 @@ def format_list() -> str:
                 f"  {number:2}  {name:{width}}  {find_lesson(name).title}{f' [{mark}]' * bool(mark)}"
             )
         lines.append("")
-    lines.append("Run a lesson:    paceline lesson collectives --ranks 4")
-    lines.append("Write it as a page: paceline lesson collectives --html lesson.html")
+    lines.append("Run a lesson:        paceline lesson collectives --ranks 4")
+    lines.append("Write it as a page:  paceline lesson collectives --html lesson.html")
     return "\n".join(lines)

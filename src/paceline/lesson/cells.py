@@ -1,6 +1,8 @@
 """A lesson file as cells. `# %%` starts a cell: first its text, as comments, then its code."""
 
 import ast
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,52 @@ class LessonCell:
     code: str
     line: int
     name: str = ""
+
+    @property
+    def shown_code(self) -> str:
+        """The code that readers see: without questions, which have the answers, and without drawing."""
+        return _remove(self.code, lambda node: _is_question(node) or _draws(node))
+
+    @property
+    def notebook_code(self) -> str:
+        """The code of a cell of a notebook: without questions."""
+        return _remove(self.code, _is_question)
+
+    @property
+    def questions(self) -> tuple[tuple[str, str], ...]:
+        """Questions and answers of the cell."""
+        calls = [
+            node.value
+            for node in ast.parse(self.code).body
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _is_question(node)
+        ]
+        return tuple((ast.literal_eval(call.args[0]), ast.literal_eval(call.args[1])) for call in calls)
+
+
+def _is_call_of(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
+def _is_question(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and _is_call_of(node.value, "ask")
+
+
+def _draws(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and any(
+        _is_call_of(decorator, "picture") for decorator in node.decorator_list
+    )
+
+
+def _remove(code: str, is_removed: Callable[[ast.stmt], bool]) -> str:
+    """Return code without some of its statements, and with at most two empty lines in a row."""
+    lines: list[str | None] = list(code.splitlines())
+    for node in filter(is_removed, ast.parse(code).body):
+        decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+        start = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+        assert node.end_lineno is not None
+        lines[start - 1 : node.end_lineno] = [None] * (node.end_lineno - start + 1)
+    kept = "\n".join(line for line in lines if line is not None)
+    return re.sub(r"\n{4,}", "\n\n\n", kept).strip("\n")
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,13 @@ def build_notebook(lesson: LessonFile, ranks: int) -> str:
         ),
     ]
     for cell in lesson.cells:
-        cells += [new_markdown_cell(cell.text)] * bool(cell.text) + [new_code_cell(cell.code)] * bool(
-            cell.code
-        )
+        if cell.text:
+            cells.append(new_markdown_cell(cell.text))
+        if cell.notebook_code:
+            cells.append(new_code_cell(cell.notebook_code))
+        for question, answer in cell.questions:
+            hidden = f"<details><summary>Answer</summary>\n\n{answer}\n\n</details>"
+            cells.append(new_markdown_cell(f"**Question.** {question}\n\n{hidden}"))
     if (exercise := find_exercise(lesson.name)) is not None:
         task = read_cell(exercise, "exercise")
         cells += [

@@ -23,8 +23,9 @@ def play(lesson: LessonFile, ranks: int, show: Show, has_pictures: bool = False)
         for cell in lesson.cells:
             if cell.text:
                 show(LessonText(cell.text))
+            if cell.shown_code:
+                show(LessonCode(cell.shown_code))
             if cell.code:
-                show(LessonCode(cell.code))
                 printed = io.StringIO()
                 with contextlib.redirect_stdout(printed):
                     execute(cell, str(lesson.path), names)

@@ -30,7 +30,7 @@ def format_block(block: Block) -> str:
         case LessonTable():
             return format_table(block)
         case LessonClaim():
-            return f"✓ {block.claim}\n\n"
+            return f"✓ {block.claim}\n"
         case LessonQuestion():
             return _wrap(f"Question: {block.question}") + "\n"
         case LessonPicture():

@@ -17,10 +17,14 @@ from paceline.units import several
 def print_lesson(lesson: LessonFile, ranks: int) -> None:
     """Run a lesson and print it. The answers to its questions come last."""
     questions: list[LessonQuestion] = []
+    last: list[Block] = []
 
     def show(block: Block) -> None:
         if isinstance(block, LessonQuestion):
             questions.append(block)
+        if last and isinstance(last[-1], LessonClaim) and not isinstance(block, LessonClaim):
+            print(file=terminal)
+        last[:] = [block]
         # standard output belongs to the code of the cell while it runs
         print(format_block(block), end="", flush=True, file=terminal)
 

@@ -66,7 +66,7 @@ def train(batch, lr, warmup_steps=0, lars=False):
 
 
 # %%
-# ## The same learning rate for a batch of 24 times the size
+# ## The same learning rate for a batch of 16 times the size
 #
 # With 512 instead of 32 samples, there are 16 times fewer steps, and each is not longer than before. The
 # model has seen the same samples and has learned less.
