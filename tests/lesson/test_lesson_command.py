@@ -43,7 +43,7 @@ WRONG = {
     ],
     "tensor-parallel": [
         ("return gradient", "return gradient * dist.get_world_size()", "gradient of its rows"),
-        ("tensor_split(size, dim=1)[rank]", "tensor_split(size, dim=1)[rank - 1]", "has X @ W"),
+        ("tensor_split(size, dim=1)[rank]", "tensor_split(size, dim=1)[rank - 1]", "cannot be multiplied"),
     ],
 }
 
@@ -224,7 +224,7 @@ def test_pages_in_a_browser(name, tmp_path):
     blocks = play_lesson(name, 2, has_pictures=True)
     path = tmp_path / "lesson.html"
     path.write_text(build_page(find_lesson(name).title, "a lesson", blocks))
-    with start_browser(tmp_path) as browser:
+    with start_browser() as browser:
         browser.open(path)
         sizes = browser.run("[...document.images].map(image => image.naturalWidth)")
         assert len(sizes) == sum(isinstance(block, LessonPicture) for block in blocks)
