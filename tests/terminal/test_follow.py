@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from command import paceline, set_sample_delay, start, write_task
+from command import paceline, set_sample_delay, start, succeed, write_task
 from pages import read_blocks
 from run_lines import folder, started, step
 
@@ -153,3 +153,12 @@ def test_damaged_run_is_one_sentence(tmp_path, make):
     result = paceline("watch", "run", "--terminal", at=tmp_path)
     assert result.status == 2
     assert "cannot read run/events.jsonl: it is not a regular file; move it away" in result.err
+
+
+def test_damaged_lines_are_reported(tmp_path):
+    run = folder(tmp_path / "run", [started(0, 1.7e9), step(1, 1.7e9 + 1), ENDED])
+    run.events.write_text(
+        run.events.read_text() + "half a li\n" + json.dumps({"time": 1.7e9, "event": "new"}) + "\n"
+    )
+    result = succeed("watch", "run", "--terminal", at=tmp_path)
+    assert "skipped 1 damaged line and 1 event of an unknown kind (new) in events.jsonl" in result.out

@@ -46,7 +46,10 @@ def follow_run(run: RunFolder, write: Write) -> int:
     """Print the events of a run from now on until it ends. Return 1 if it failed or was interrupted."""
     with events.readable(run.events):
         reader = events.EventReader(run.events, events.end(run.events))
-    summary = glance(run).summary
+    seen = glance(run)
+    summary = seen.summary
+    if seen.skipped:
+        write(str(seen.skipped))
     if summary.started is not None:
         write(format_headline(summary.started))
     state, sentence = find_state(run, summary)
