@@ -7,9 +7,17 @@ from dataclasses import replace
 import pytest
 
 from paceline.events import Saved
-from paceline.inspect.facts import StepPoint
+from paceline.inspect.facts import Sibling, StepPoint
 from paceline.spec import Save, Spec
-from run_facts import make_beats, make_evaluations, make_facts, make_steps, sentences
+from run_facts import (
+    make_beats,
+    make_evaluations,
+    make_facts,
+    make_profiles,
+    make_steps,
+    outcome_of,
+    sentences,
+)
 
 PHASES = {"data": 0.01, "forward": 0.02, "backward": 0.02}
 
@@ -146,3 +154,17 @@ def test_a_spike_late_in_a_training_is_small_beside_the_first_losses() -> None:
         losses = [2.5 * math.exp(-k / 60) + 0.05 + draw.gauss(0, 0.005) for k in range(500)]
         losses[400:404] = [height] * 4
         assert len(sentences("loss-spike", make_facts(steps=make_steps(500, losses=losses)))) == count, height
+
+
+def test_ranks_that_waited_a_little_for_cores() -> None:
+    """Unequal stages show in one profile; ranks that are slower than one rank do not gain without waits."""
+    beats = make_beats({"forward": 0.05}, {"forward": 0.05}, core_wait_s=0.4)  # 8 % of the time
+    for slowest_s, busy_s, count in ((0.024, 0.0167, 1), (0.0079, 0.0055, 0)):
+        profiles = make_profiles(1, slowest_s=slowest_s, busy_s=busy_s)
+        assert len(sentences("pipeline", make_facts("pp=2", profiled=profiles, beats=beats))) == count
+    waits = make_beats({"forward": 0.05}, {"forward": 0.05}, core_wait_s=0.85)
+    for single, count in ((1850.0, 1), (1480.0, 0), (1250.0, 0)):
+        one = Sibling("b", "single", 1, 1, single)
+        facts = make_facts(threads=1, siblings=(one,), beats=waits)
+        outcome = outcome_of("scaling", facts)
+        assert (len(outcome) if isinstance(outcome, list) else 0) == count, single

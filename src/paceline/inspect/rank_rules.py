@@ -22,6 +22,7 @@ CLEAR_COMMUNICATION_SHARE = 0.2  # beyond what waiting for cores explains
 FASTER = 0.9  # of the predicted time of a step, below which another plan is worth trying
 BUBBLE_SHARE = 0.35  # the default of 2·pp micro-batches idles at most a third
 BUSY_IMBALANCE = 1.6  # if ranks waited for cores, which makes profiles uneven
+CLEAR_CONTENTION, CLEAR_SLOWER_S = 0.1, 5e-3  # or if they waited little, and one was slower by more
 EXTRA_BUBBLE = 0.2  # of a step, beyond that of the schedule, with which IMBALANCE suffices nevertheless
 IMBALANCE = 1.4  # busy time of the slowest rank of a pipeline, relative to the mean
 MIN_GAIN = 0.5  # efficiency below which more ranks do not pay
@@ -143,7 +144,9 @@ def check_pipeline(facts: RunFacts) -> Outcome:
     found = []
     contention = measure_contention(facts) or 0.0
     # A rank that lost its core in the profiled step seems busy; unequal stages make others wait in each step.
+    slower_s = statistics.median(event.slowest_s - event.busy_s for event in facts.profiled)
     is_clear = contention <= CONTENTION_SHARE or bubble > expected + EXTRA_BUBBLE
+    is_clear |= contention <= CLEAR_CONTENTION and slower_s > CLEAR_SLOWER_S
     if ratio > (IMBALANCE if is_clear else BUSY_IMBALANCE):
         rank = statistics.mode(event.slowest for event in facts.profiled)
         found.append(
@@ -195,7 +198,9 @@ def check_scaling(facts: RunFacts) -> Outcome:
     if gain / factor >= MIN_GAIN:
         return []
     if facts.is_cpu and (reason := find_contention(facts)) is not None:
-        own_share = 1 - measure_explained_wait(facts)
+        # All waits in turn are an upper bound, which a run that is slower than the smaller one needs not.
+        explained = measure_explained_wait(facts) if gain >= 1 else measure_contention(facts) or 0.0
+        own_share = 1 - explained
         if not facts.beats or own_share <= 0 or gain / factor >= MIN_GAIN * own_share:
             return Missing(reason)
     return [
