@@ -156,9 +156,7 @@ def test_damaged_run_is_one_sentence(tmp_path, make):
 
 
 def test_damaged_lines_are_reported(tmp_path):
-    run = folder(tmp_path / "run", [started(0, 1.7e9), step(1, 1.7e9 + 1), ENDED])
-    run.events.write_text(
-        run.events.read_text() + "half a li\n" + json.dumps({"time": 1.7e9, "event": "new"}) + "\n"
-    )
+    run = folder(tmp_path / "run", [started(0, 1.7e9), {"time": 1.7e9, "event": "new"}, ENDED])
+    run.events.write_text(run.events.read_text() + "half a li\n")
     result = succeed("watch", "run", "--terminal", at=tmp_path)
     assert "skipped 1 damaged line and 1 event of an unknown kind (new) in events.jsonl" in result.out
