@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-if __name__ == "__main__":
-    steps, leak_MB = int(sys.argv[1]), float(sys.argv[2])
+
+def train(steps: int, leak_MB: float) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(dist.get_rank())
@@ -29,3 +29,6 @@ if __name__ == "__main__":
         if step % 50 == 0 and dist.get_rank() == 0:
             print(f"step {step} loss {loss.item():.4f}", flush=True)
     dist.destroy_process_group()
+
+
+train(int(sys.argv[1]), float(sys.argv[2]))

@@ -28,5 +28,4 @@ def train(run: str, steps: int, leak_MB: float) -> int:
     return trainer.rank
 
 
-if __name__ == "__main__":
-    paceline.spawn(train, 2, sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+paceline.spawn(train, 2, sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
