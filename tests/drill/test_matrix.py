@@ -45,6 +45,14 @@ def test_results_are_kept_and_continued(tmp_path: Path) -> None:
     assert [json.loads(line)["verdict"] for line in lines] == ["holds", "fails"]
 
 
+def test_two_series_do_not_write_to_one_file(tmp_path: Path) -> None:
+    first = TrialFile(tmp_path / "r.jsonl")
+    with pytest.raises(RunError, match=r"another drill writes to .*r\.jsonl; wait for its end"):
+        TrialFile(tmp_path / "r.jsonl")
+    first.close()
+    TrialFile(tmp_path / "r.jsonl").close()
+
+
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("important\n")

@@ -1,6 +1,7 @@
 """Drills of all faults under several plans: a file with a line for each, and a table of plans and faults."""
 
 import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -71,9 +72,14 @@ class TrialFile:
         self.results: dict[DrillTrial, TrialResult] = {}
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.closing(open_regular(path)) as file:
                 lines = file.read(MAX_BYTES).splitlines()
             os.ftruncate(self._file, end_of_lines(self._file))  # a line of a drill that was killed
+        except BlockingIOError:
+            raise RunError(
+                f"another drill writes to {path}; wait for its end, or name another file"
+            ) from None
         except OSError as error:
             raise RunError(f"cannot write {path}: {reason(error)}") from error
         for line in lines:

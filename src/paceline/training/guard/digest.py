@@ -10,7 +10,7 @@ from paceline.distributed.dtensor import local_tensor
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WORD_BYTES = 8
-WIDTH = 1024  # words of a row: words of equal position in their rows are added
+WIDTH = 1024  # blocks of a tensor: the words of a block are added
 SMALL = 2**16  # elements up to which tensors of one type are digested together
 ODD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio; multiplication wraps around
 
@@ -56,8 +56,8 @@ def _sum_words(bits: Tensor) -> Tensor:
     odd = _odd_numbers(WIDTH * (1 + WORD_BYTES), bits.device)
     total = (rest * odd[WIDTH : WIDTH + rest.numel()]).sum()
     if whole:
-        columns = bits[:whole].view(torch.int64).view(-1, WIDTH).sum(0)
-        total = total + (columns * odd[:WIDTH]).sum()
+        blocks = bits[:whole].view(torch.int64).view(WIDTH, -1).sum(1)
+        total = total + (blocks * odd[:WIDTH]).sum()
     return total
 
 
