@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline import Task
+from paceline.plan.search.rank_counts import parse_counts
 from paceline.tasks.digits import Images
 
 PIXELS, CLASSES, NOISE = 16 * 16, 10, 0.1
@@ -78,7 +79,7 @@ def label(images: Tensor) -> Tensor:
 def compare(task: str, name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the results of `paceline batch-size` with an optimizer."""
     out = folder / f"{name}.json"
-    first = options.batches.partition(":")[0]
+    first = str(parse_counts(options.batches, "--batches")[0])
     command = [sys.executable, "-m", "paceline", "batch-size", task, "--batches", options.batches]
     command += ["--until", f"accuracy>={options.accuracy}", "--epochs", str(options.epochs), "--batch", first]
     command += [
