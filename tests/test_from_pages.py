@@ -44,6 +44,7 @@ def run_native(folder: Path, program: str) -> list[float]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_ddp_and_task_compute_the_same_losses(tmp_path):
     page = (ROOT / "docs/from-ddp.md").read_text()
     blocks = read_blocks("docs/from-ddp.md")
