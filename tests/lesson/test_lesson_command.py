@@ -66,6 +66,8 @@ def test_list_names_every_lesson_in_order(tmp_path):
         (("colectives",), "no such lesson: 'colectives'; did you mean collectives?"),
         (("../secret",), "no such lesson: '../secret'; run: paceline lesson"),
         (("ranks", "--ranks", "0"), "--ranks must be at least 1, got 0"),
+        (("ranks", "--ranks", "3"), "lessons run on 1, 2, 4 or 8 ranks, got 3; use --ranks 4"),
+        (("ranks", "--ranks", "3", "--html", "a.html"), "lessons run on 1, 2, 4 or 8 ranks, got 3"),
         (("--html", "a.html"), "--html needs the name of a lesson; run: paceline lesson"),
         (
             ("ranks", "--html", "a.html", "--check", "my.py"),

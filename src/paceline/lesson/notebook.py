@@ -6,10 +6,12 @@ from paceline.errors import SpecError
 from paceline.lesson.catalogue import find_exercise
 from paceline.lesson.cells import LessonFile
 from paceline.lesson.exercise import read_cell
+from paceline.lesson.play import check_ranks
 
 
 def build_notebook(lesson: LessonFile, ranks: int) -> str:
-    """Return the text of a notebook. Raises SpecError without nbformat."""
+    """Return the text of a notebook. Raises SpecError without nbformat, and for a wrong number of ranks."""
+    check_ranks(ranks)
     if find_spec("nbformat") is None:
         raise SpecError(
             "cannot write notebooks: nbformat is not installed; run: pip install 'paceline[notebook]'"

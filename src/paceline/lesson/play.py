@@ -4,10 +4,19 @@ import contextlib
 import io
 from typing import Any
 
+from paceline.errors import SpecError
 from paceline.lesson.blocks import LessonCode, LessonPrint, LessonText
 from paceline.lesson.cells import LessonCell, LessonFile
 from paceline.lesson.outputs import Show, shown_by
 from paceline.lesson.ranks import use_ranks
+
+RANKS = (1, 2, 4, 8)  # they divide the samples and tensors of every lesson
+
+
+def check_ranks(ranks: int) -> None:
+    """Raise SpecError for a number of ranks that lessons do not support."""
+    if ranks not in RANKS:
+        raise SpecError(f"lessons run on 1, 2, 4 or 8 ranks, got {ranks}; use --ranks 4")
 
 
 def play(lesson: LessonFile, ranks: int, show: Show, has_pictures: bool = False) -> None:
@@ -15,8 +24,10 @@ def play(lesson: LessonFile, ranks: int, show: Show, has_pictures: bool = False)
 
     has_pictures: draw pictures, which takes matplotlib.
 
-    Raises AssertionError if a claim of the lesson is false, and what `paceline.spawn` raises.
+    Raises SpecError for a number of ranks that lessons do not support, AssertionError if a claim of the
+    lesson is false, and what `paceline.spawn` raises.
     """
+    check_ranks(ranks)
     names: dict[str, Any] = {"__name__": "__lesson__"}
     with use_ranks(ranks), shown_by(show, has_pictures):
         show(LessonText(lesson.text))

@@ -85,7 +85,7 @@ rates = (0.2, 0.4, 0.9)
 paths = {lr: [1.0, *(line[2] for line in run(train, lr)[0]["history"])] for lr in rates}
 lines = [(lr, *(paths[lr][at] for at in (1, 4, 8, 12))) for lr in rates]
 rows("The weight, by learning rate", ("rate", "1 update", "4", "8", "12"), lines)
-check("a small rate converges", abs(paths[0.2][-1]) < 0.5)
+check("a small rate does not diverge", abs(paths[0.2][-1]) < 1)
 
 
 @picture("The weight by update")
