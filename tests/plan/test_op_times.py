@@ -103,13 +103,13 @@ def data_parallel_s(cluster: Cluster, plan: str, ranks: int) -> float:
     return sum(part.value for part in parts if part.name == "data parallel")
 
 
-@pytest.mark.parametrize(("ranks", "moved"), [(2, 5), (4, 11), (8, 23)])
-def test_ranks_of_one_machine_average_through_memory(ranks: int, moved: int) -> None:
-    """Each rank copies its gradients (2), adds two ranks (3), and each further rank (3), at its share of the
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_of_one_machine_average_through_memory(ranks: int) -> None:
+    """Each rank reads its gradients, writes the mean and reads each further rank, at its share of the
     bandwidth of the memory."""
     found = data_parallel_s(machine(), "ddp", ranks)
     rate = device_rates(machine(), ranks=ranks).memory_Bps
-    assert found == pytest.approx(moved * 4 * FACTS.params / rate)
+    assert found == pytest.approx(ranks * 4 * FACTS.params / rate)
     assert found == data_parallel_s(machine(), "zero1", ranks)
 
 
