@@ -1,6 +1,7 @@
 """Files of the project: changelog, citation, issue forms, hooks, CONTRIBUTING.md."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ def test_changelog_has_each_heading_once_and_in_order():
         lines = [line for line in release.splitlines()[1:] if line and not line.startswith("### ")]
         assert all(line.startswith(("- ", "  ")) for line in lines)
         assert len(lines) == len({*lines}), "a line occurs twice, as after a merge"
+
+
+def test_names_of_test_modules_differ():
+    """pytest imports them by these names."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_citation_has_the_version_of_the_package():
