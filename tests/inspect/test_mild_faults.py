@@ -3,11 +3,12 @@
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from paceline.events import Saved
-from paceline.inspect.facts import Sibling, StepPoint
+from paceline.inspect.facts import RunFacts, Sibling, StepPoint
 from paceline.spec import Save, Spec
 from run_facts import (
     make_beats,
@@ -15,6 +16,7 @@ from run_facts import (
     make_facts,
     make_profiles,
     make_steps,
+    make_windows,
     outcome_of,
     sentences,
 )
@@ -168,3 +170,13 @@ def test_ranks_that_waited_a_little_for_cores() -> None:
         facts = make_facts(threads=1, siblings=(one,), beats=waits)
         outcome = outcome_of("scaling", facts)
         assert (len(outcome) if isinstance(outcome, list) else 0) == count, single
+
+
+def test_the_end_of_a_recorded_process_does_not_hide_its_leak(tmp_path: Path) -> None:
+    """The process frees its memory and needs some seconds to end."""
+    leak, end = [200.0 + 10 * k for k in range(50)], [200.0] * 8
+    loads = [200.0 + 40 * k for k in range(15)] + [250.0] * 50  # a folder of weights, then trains
+    for memory, count in ((leak + end, 1), (loads, 0)):
+        windows = make_windows(tmp_path, {"rank0 memory [MiB]": memory}, begin=None, end=None)
+        recording = RunFacts(path=Path("samples.csv"), is_recording=True, windows=windows)
+        assert len(sentences("memory-growth", recording)) == count

@@ -16,6 +16,7 @@ MIN_GROWTH_SAMPLES = 6
 GROWTH = GrowthLimits(MiB=48.0, share=0.08, late=0.25, falling=1)
 CLEAR_SAMPLES = 10  # fewer must grow by more, in all parts
 CLEAR_GROWTH = GrowthLimits(MiB=128.0, share=0.25, late=0.6, falling=0)
+FREED_SHARE, MAX_END_SHARE = 0.6, 0.25  # of the highest memory, and of the samples of a recording
 MAX_NAMED = 4  # ranks
 FULL_SHARE = 0.95
 OWN_SHARE = 0.2  # of the memory of a node that the ranks use, for its fullness to be theirs
@@ -35,6 +36,8 @@ def check_growth(facts: RunFacts) -> Outcome:
     for window in facts.windows:
         for column, owner in (("memory", ""), ("workers memory", "the workers of ")):
             series = {rank: _read_own_memory(window, f"rank{rank}", column) for rank in window.ranks}
+            if facts.is_recording:
+                series = {rank: _leave_out_end(rows) for rank, rows in series.items()}
             known = {rank: rows for rank, rows in series.items() if len(rows) >= MIN_GROWTH_SAMPLES}
             was_checked |= bool(known)
             growths = [growth for rank, rows in known.items() if (growth := _find_growth(rank, rows))]
@@ -50,6 +53,15 @@ def _read_own_memory(window: Window, rank: str, column: str) -> list[tuple[float
         return window.timed(f"{rank} {column}")
     rows = window.timed_rows(f"{rank} {column}", of_files)
     return [(time, used - in_files) for time, used, in_files in rows]
+
+
+def _leave_out_end(rows: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the rows without those in which a process frees its memory and ends."""
+    highest = max((value for _, value in rows), default=0.0)
+    until = len(rows)
+    while until and rows[until - 1][1] < FREED_SHARE * highest:
+        until -= 1
+    return rows[:until] if len(rows) - until <= MAX_END_SHARE * len(rows) else rows
 
 
 def _find_growth(rank: int, series: list[tuple[float, float]]) -> Growth | None:
