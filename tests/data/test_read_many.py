@@ -12,9 +12,9 @@ from torch import Tensor
 
 from image_files import write_images
 from paceline.data import Folder
+from paceline.data.batch_queue import BatchPickler, BatchReaders
 from paceline.data.loader import FailedSample, Samples, batches
 from paceline.data.pack import pack
-from paceline.data.workers import BatchPickler, ForkedReaders
 from paceline.errors import DataError
 
 CPU = torch.device("cpu")
@@ -140,7 +140,7 @@ def test_workers_pass_the_same_batches() -> None:
 
 
 def test_only_the_queue_of_batches_is_large() -> None:
-    context = ForkedReaders()
+    context = BatchReaders()
     batches_queue, other = context.Queue(), context.Queue()
     assert type(batches_queue) is not type(other)
     for queue in (batches_queue, other):

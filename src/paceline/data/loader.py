@@ -19,11 +19,12 @@ from torch.utils.data import DataLoader, default_collate
 
 from paceline.batch import cast_floats, find_tensors, move
 from paceline.data.augment import Augmentation, NumberRecorder
+from paceline.data.batch_queue import BatchReaders
 from paceline.data.mixture import Mixture
 from paceline.data.order import Numbers, Order, SampleOrder
 from paceline.data.ragged import Agree, pad_each, pad_together
 from paceline.data.stream import Stream
-from paceline.data.workers import ForkedReaders, survive_one_signal
+from paceline.data.workers import survive_one_signal
 from paceline.distributed.rng import (
     FIXED_SEED,
     derive_seed,
@@ -540,7 +541,7 @@ def _read_batches(
         prefetch_factor=prefetch if workers else None,
         pin_memory=device.type == "cuda",
         worker_init_fn=survive_one_signal,
-        multiprocessing_context=ForkedReaders() if workers else None,
+        multiprocessing_context=BatchReaders() if workers else None,
     )
     if device.type == "cuda":
         yield from _copy_to(_check(loader, samples), device)
