@@ -38,8 +38,8 @@ class Caches:
             what = "files" if dataset.raw is not None else "decoded samples"
             full = f"; no more are stored: {usage.full}" if usage.full else ""
             yield (
-                f"cache of {split!r}: {usage.stored:,} of {usage.samples:,} {what} in"
-                f" {format_bytes(usage.used_bytes)} of {dataset.store.folder.path.parent}{full}"
+                f"cache of {split!r}: {usage.stored:,} of {usage.samples:,} {what} in at"
+                f" most {format_bytes(usage.used_bytes)} of {dataset.store.folder.path.parent}{full}"
             )
 
     def close(self) -> None:
