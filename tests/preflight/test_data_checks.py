@@ -78,7 +78,7 @@ def make_disk(path: Path, read: float, random: float, opens: float | None = None
 
 
 def test_room_of_a_cache(folder):
-    assert run_check("cache", Loading()) == ["skipped: data.cache=off"]
+    assert run_check("cache", Loading()) == ["passes: data.cache=off: samples are read from their source"]
     (folder / "scratch").mkdir()
     with mount_tmpfs(folder / "scratch", "size=1m"):
         loading = Loading(cache="scratch", cache_folder="scratch")

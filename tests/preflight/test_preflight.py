@@ -489,7 +489,7 @@ def test_the_preflight_command(folder):
     assert bad.status == 2
     assert "batch 25 is not divisible by ranks × microbatches = 2 × 1 = 2: use --batch 26 or 24" in bad.out
     assert (
-        bad.out.splitlines()[-1] == "the training would fail: 1 of 11 findings are failures, 3 were skipped"
+        bad.out.splitlines()[-1] == "the training would fail: 1 of 13 findings are failures, 3 were skipped"
     )
     assert not (folder / "runs").exists()
     assert platform.node() in good.out

@@ -27,7 +27,7 @@ def check_cache(context: PreflightContext) -> Results:
     """Predict room, files and time of a cache of the training samples, from which epoch on it pays."""
     loading = context.spec.data
     if loading.cache == "off":
-        yield "skipped", "data.cache=off"
+        yield "passes", "data.cache=off: samples are read from their source"
         return
     from paceline.data.cache.folder import find_place
     from paceline.data.cache.opening import choose_limit_bytes, find_reason_against
