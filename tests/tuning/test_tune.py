@@ -8,9 +8,11 @@ import signal
 import tomllib
 from pathlib import Path
 
+import psutil
 import pytest
 
 from command import TASK, events_of_kind, paceline, set_sample_delay, start, succeed, write_task
+from paceline.doctor.rank_state import read_heartbeats
 from paceline.events import Evaluated, Step
 from paceline.run import RunFolder
 from paceline.tuning.journal import Launched, Suggested, read_state
@@ -332,3 +334,21 @@ def test_journal_of_another_user_cannot_control_the_terminal(study, tmp_path):
     assert "skipped 1 unusable lines" in shown
     exported = paceline("show", hostile, "--optuna", tmp_path / "o.log", at=tmp_path)
     assert (exported.status, "outside of the space" in exported.err) == (2, True), exported.all
+
+
+@pytest.mark.slow
+def test_trial_that_saves_and_stops_is_continued(study, tmp_path):
+    """Each signal lets the launcher of the trial save and stop, as at a max_time of its request."""
+    write_task(tmp_path)
+    slow = set_sample_delay(tmp_path / "slow", 0.05)
+    with start(*STUDY, *LENGTH, "--trials", "1", "--run-dir", "s", at=tmp_path, SLOW=str(slow)) as running:
+        run = tmp_path / "s" / "trials" / "0"
+        running.wait_for_step(run, 1)
+        [heartbeat] = [beat for beat in read_heartbeats(RunFolder(run)) if beat is not None]
+        launcher = psutil.Process(heartbeat.pid).parent()
+        assert launcher is not None
+        launcher.send_signal(signal.SIGTERM)
+        assert running.wait().status == 0
+    assert results(tmp_path / "s") == results(study)[:1]
+    events = read_state(tmp_path / "s" / "events.jsonl").events
+    assert sum(isinstance(event, Launched) for event in events) == 2

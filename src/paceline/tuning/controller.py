@@ -10,8 +10,8 @@ from typing import Any
 
 from paceline import events
 from paceline.errors import PlanError, RunError, SpecError
-from paceline.events import Evaluated
-from paceline.launch.signals import Interrupt
+from paceline.events import Evaluated, Saved
+from paceline.launch.signals import STOPPED, Interrupt
 from paceline.run import RunFolder, create
 from paceline.spec import Launch, Spec, suggest
 from paceline.tuning.definition import StudyDefinition
@@ -184,7 +184,7 @@ class Controller:
     def _place(self, trial: Trial) -> Placement:
         """Return the ranks and the plan of a trial. Raises RefusedTrial."""
         search = self._definition.search
-        if trial.ranks is not None:  # it continues as it started
+        if trial.ranks is not None and trial.ranks <= search.ranks:  # it continues as it started
             return Placement(trial.ranks, trial.plan, trial.predicted)
         if not self._definition.needs_prediction:
             assert isinstance(search.ranks_per_trial, int)
@@ -228,7 +228,10 @@ class Controller:
         if status == 0 and is_trained(run, run.request()[0]):
             self._finish_trained(trial, run, time.monotonic() - running.started)
             return
-        message = describe_failure(run, self._begin[trial.number], self._folder.log(trial.number), status)
+        begin = self._begin[trial.number]
+        if status == STOPPED and any(isinstance(event, Saved) for event in events.read(run.events, begin)):
+            return  # it saved and stopped, such as at its own max_time; it is continued
+        message = describe_failure(run, begin, self._folder.log(trial.number), status)
         self._finish(trial, "failed", message)
         self._check_failures(trial)
 
