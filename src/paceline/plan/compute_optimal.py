@@ -10,7 +10,7 @@ IRREDUCIBLE, PARAMS_FACTOR, TOKENS_FACTOR = 1.8172, 482.01, 2085.43
 PARAMS_POWER, TOKENS_POWER = 0.3478, 0.3658
 
 
-class Allocation(NamedTuple):
+class ModelAndTokens(NamedTuple):
     """A training of a dense language model. loss: predicted, in nats per token."""
 
     params: float
@@ -23,13 +23,13 @@ def predict_loss(params: float, tokens: float) -> float:
     return IRREDUCIBLE + PARAMS_FACTOR / params**PARAMS_POWER + TOKENS_FACTOR / tokens**TOKENS_POWER
 
 
-def allocate(flops: float) -> Allocation:
+def allocate(flops: float) -> ModelAndTokens:
     """Return the training with the lowest loss for so many FLOPs, 6 for each parameter and token."""
     powers = PARAMS_POWER + TOKENS_POWER
     balance = (PARAMS_POWER * PARAMS_FACTOR / (TOKENS_POWER * TOKENS_FACTOR)) ** (1 / powers)
     params = balance * (flops / 6) ** (TOKENS_POWER / powers)
     tokens = flops / 6 / params
-    return Allocation(params, tokens, predict_loss(params, tokens))
+    return ModelAndTokens(params, tokens, predict_loss(params, tokens))
 
 
 def describe_allocation(params: float, tokens: float) -> str:
