@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.chunked_loss import CrossEntropyHead
 from paceline.data.packing import isolate_documents
 
 
@@ -48,21 +49,33 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Decoder(nn.Module):
-    def __init__(self, kind: str, vocabulary: int, width: int, depth: int, heads: int, context: int):
+    def __init__(
+        self,
+        kind: str,
+        vocabulary: int,
+        width: int,
+        depth: int,
+        heads: int,
+        context: int,
+        *,
+        is_chunked: bool = False,
+    ):
         super().__init__()
         self.size = width // heads
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width) if kind == "gpt" else None
         self.blocks = nn.ModuleList(DecoderBlock(kind, width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width) if kind == "gpt" else nn.RMSNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head = (CrossEntropyHead if is_chunked else nn.Linear)(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if name.endswith(("out.weight", "down.weight")):  # the residual stream grows with depth (GPT-2)
                 nn.init.normal_(parameter, std=0.02 / (2 * depth) ** 0.5)
             elif parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, tokens: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, documents: Tensor, positions: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
         x_BTC = self.token(tokens)
         if self.position is not None:
             x_BTC = x_BTC + self.position(positions)
@@ -71,4 +84,6 @@ class Decoder(nn.Module):
         mask, cos, sin = isolate_documents(documents), angles.cos(), angles.sin()
         for block in self.blocks:
             x_BTC = block(x_BTC, mask, cos, sin)
+        if targets is not None and self.training:
+            return self.head(self.norm(x_BTC), targets)
         return self.head(self.norm(x_BTC))

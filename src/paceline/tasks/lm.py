@@ -92,6 +92,7 @@ class Lm(Task):
     heads: int = 4  # attention heads of each block
     context: int = 256  # positions of a sample
     vocabulary: int | None = None  # number of tokens of the model; None: as many as the tokenizer has
+    chunked_loss: bool = False  # compute the loss in chunks, so that a training never holds all logits
 
     def model(self) -> nn.Module:
         tokens = self._count_tokens()
@@ -104,7 +105,15 @@ class Lm(Task):
             )
         if self.width % (2 * self.heads):
             raise TaskError(f"width={self.width} must be a multiple of 2 × heads = {2 * self.heads}")
-        return Decoder(self.kind, vocabulary, self.width, self.depth, self.heads, self.context)
+        return Decoder(
+            self.kind,
+            vocabulary,
+            self.width,
+            self.depth,
+            self.heads,
+            self.context,
+            is_chunked=self.chunked_loss,
+        )
 
     def _count_tokens(self) -> int | None:
         if self._has_tokens():
@@ -132,9 +141,12 @@ class Lm(Task):
         return PackedDocuments(chosen, self.context)
 
     def inputs(self, batch: Any) -> tuple[Tensor, ...]:
-        return batch["tokens"], batch["documents"], batch["positions"]
+        inputs = batch["tokens"], batch["documents"], batch["positions"]
+        return (*inputs, batch["targets"]) if self.chunked_loss else inputs
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
+        if output.shape == batch["targets"].shape:  # losses, by CrossEntropyHead
+            return output
         return F.cross_entropy(output.transpose(1, 2), batch["targets"], reduction="none")
 
     def weights(self, batch: Any) -> Tensor:
