@@ -18,6 +18,7 @@ SMALLEST = {
     "profiling": "--rounds 4",
     "collectives": "--rounds 2 --bytes 1024",
     "convergence": "points.csv",
+    "chunked_loss": "--tokens 256 --vocabulary 1000 --width 16 --rounds 1",
     "compute": "--rounds 2 --seconds 0.02 --size 128",
     "data": "--files 300 --images 60 --rounds 1 --skip-cold",
     "crowd": "--steps 3 --times 1",
