@@ -109,8 +109,16 @@ SPEC = Spec(batch=8, steps=3, optimizer=Optimizer(lr=0.01), precision="fp64", pr
 SIZES = {"width": 16, "depth": 2, "heads": 2, "context": 16, "vocabulary": 300}
 
 
-def train(is_chunked: bool, size: int, plan: str) -> Any:
-    return train_on_ranks(size, Lm(**SIZES, chunked_loss=is_chunked), SPEC, plan)
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the path of a text of 60 short documents."""
+    path = tmp_path_factory.mktemp("text") / "documents.txt"
+    path.write_text("".join(f"document {number} has {'words ' * (number % 7)}\n" for number in range(60)))
+    return str(path)
+
+
+def train(text: str, is_chunked: bool, size: int, plan: str) -> Any:
+    return train_on_ranks(size, Lm(file=text, **SIZES, chunked_loss=is_chunked), SPEC, plan)
 
 
 @pytest.mark.processes
@@ -119,8 +127,8 @@ def train(is_chunked: bool, size: int, plan: str) -> Any:
     ("size", "plan"),
     [(1, "single"), (2, "ddp,microbatches=2"), (2, "zero1"), (2, "zero3"), (2, "pp=2,microbatches=2")],
 )
-def test_trainings_equal_those_with_whole_logits(size: int, plan: str) -> None:
-    whole, chunked = train(False, 1, "single"), train(True, size, plan)
+def test_trainings_equal_those_with_whole_logits(size: int, plan: str, text: str) -> None:
+    whole, chunked = train(text, False, 1, "single"), train(text, True, size, plan)
     assert chunked.losses == pytest.approx(whole.losses, rel=1e-10)
     assert chunked.grad_norms == pytest.approx(whole.grad_norms, rel=1e-10)
     for name, weights in whole.weights.items():
@@ -131,6 +139,6 @@ def test_trainings_equal_those_with_whole_logits(size: int, plan: str) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "message"), [("tp=2", "use a plan without tp"), ("cp=2", "under cp")])
-def test_plans_that_split_the_loss_are_refused(plan: str, message: str) -> None:
+def test_plans_that_split_the_loss_are_refused(plan: str, message: str, text: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        train(True, 2, plan)
+        train(text, True, 2, plan)
