@@ -33,7 +33,7 @@ class CrossEntropyHead(nn.Linear):
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             return super().forward(hidden)
-        if type(self.weight.data) is not Tensor:
+        if hasattr(self.weight, "device_mesh"):  # a DTensor
             raise TaskError(
                 "a CrossEntropyHead cannot be split along its vocabulary; use a plan without tp, or an "
                 "nn.Linear and F.cross_entropy"

@@ -178,10 +178,10 @@ def test_branches_of_a_run_have_its_state_and_its_next_samples(tmp_path: Path) -
     assert min(losses("cmp/batch-128")) == 5
     assert min(losses("cmp/batch-256")) == 3
     refused = paceline(
-        "batch-size", "digits", "--batches", "96", "--until", "accuracy>=1", "--from", "base", at=tmp_path
+        "batch-size", "digits", "--batches", "100", "--until", "accuracy>=1", "--from", "base", at=tmp_path
     )
     assert refused.status == 2
-    assert "not a multiple of batch 96" in refused.err
+    assert "not a multiple of batch 100" in refused.err
 
 
 @pytest.mark.processes
