@@ -141,10 +141,3 @@ def test_trainings_equal_those_with_whole_logits(size: int, plan: str, text: str
     for name, weights in whole.weights.items():
         assert chunked.weights[name] == pytest.approx(weights, rel=1e-8, abs=1e-10), name
     assert chunked.metrics == [pytest.approx(found, rel=1e-8) for found in whole.metrics]
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_a_split_vocabulary_is_refused(text: str) -> None:
-    with pytest.raises(AssertionError, match="use a plan without tp"):
-        train(text, True, 2, "tp=2")
