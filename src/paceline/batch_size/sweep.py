@@ -116,7 +116,7 @@ class Sweep:
             raise RunError(
                 f"{self.folder} exists, and has no {STATE} of such a comparison; choose another --run-dir"
             ) from None
-        if changes and any(self.folder.glob("batch-*")):
+        if changes and any(self.folder.glob("batch-*/ckpt/step_*")):
             raise RunError(
                 f"{self.folder} was made with other settings ({'; '.join(sorted(changes))}); repeat them to "
                 "continue, or choose another --run-dir"
