@@ -162,6 +162,7 @@ export class RankMapPanel {
     context.fillStyle = theme("mut");
     context.textAlign = "left";
     context.fillText("0", left, y + 16);
+    if (width < 640) return; // the colour scale is there
     context.textAlign = "center";
     context.fillText(seconds(end / 2), left + (width - left) / 2, y + 16);
   }
