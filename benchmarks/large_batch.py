@@ -82,6 +82,7 @@ def compare(task: str, name: str, options: argparse.Namespace, folder: Path) -> 
     first = str(parse_counts(options.batches, "--batches")[0])
     command = [sys.executable, "-m", "paceline", "batch-size", task, "--batches", options.batches]
     command += ["--until", f"accuracy>={options.accuracy}", "--epochs", str(options.epochs), "--batch", first]
+    command += ["--set", f"schedule.base_batch={first}"]
     command += [
         "--optimizer",
         name,
