@@ -187,6 +187,8 @@ class StudyDefinition:
     def check(self, kind: type[Task]) -> None:
         """Build the request and the task at both ends of each parameter. Raises SpecError and TaskError."""
         spec, _ = self.build_request({})
+        if not spec.set.keys() <= {field.name for field in dataclasses.fields(kind)}:
+            build_task(kind, spec.task, spec.set)  # raises, so that no parameter is blamed
         for parameter in self.space.parameters:
             for value in parameter.extremes():
                 try:
