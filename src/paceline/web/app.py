@@ -34,7 +34,10 @@ TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".s
 MAX_STREAMS = 32
 MAX_COMPARED = 6  # runs beside the one that is shown
 POLL_S = 0.25
-MAX_SHARE = 0.25  # of a core that the server may use for one page
+# Between two messages: as long as building one took, divided by SHARE of a core, but an event is shown within
+# a second unless that would take more than MAX_SHARE of a core.
+SHARE, MAX_SHARE = 0.01, 0.25
+SHOWN_WITHIN_S = 0.7
 KEEP_ALIVE_S = 15.0
 T = TypeVar("T")
 ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
@@ -147,7 +150,7 @@ class PageServer:
                 if time.monotonic() - silent_since > KEEP_ALIVE_S:
                     yield ": nothing new\n\n"
                     silent_since = time.monotonic()
-                await asyncio.sleep(max(POLL_S, spent_s / MAX_SHARE))
+                await asyncio.sleep(max(POLL_S, min(spent_s / SHARE, SHOWN_WITHIN_S), spent_s / MAX_SHARE))
         finally:
             self._streams -= 1
 
