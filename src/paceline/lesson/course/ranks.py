@@ -15,6 +15,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from paceline.distributed.store import open_store
 from paceline.lesson import ask, check, column, num_ranks, run, table
 
 counter = 0
@@ -65,7 +66,8 @@ check("RANK counts from 0", column(variables, "RANK"), list(range(n)))
 
 def meet():
     rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    # torch's own stores listen on all network interfaces; this one is open only to this machine
+    store = open_store("127.0.0.1") if rank == 0 else None
     port = [store.port if store else None]
     dist.broadcast_object_list(port)  # here, the ranks are connected already
     if store is None:
