@@ -115,7 +115,7 @@ def test_small_tensors_need_no_descriptor() -> None:
 
     before = count()
     kept = [through_pickle(TENSORS["float32"]) for _ in range(50)]
-    assert count() == before
+    assert count() <= before  # others may have been closed
     assert len(kept) == 50
 
 

@@ -119,6 +119,7 @@ def test_classifier_is_exported_with_its_adapters(here: Path, tmp_path: Path) ->
         torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_peft_loads_the_folder(here: Path, tmp_path: Path, kind: str) -> None:
     peft = pytest.importorskip("peft")

@@ -28,4 +28,4 @@ def test_commands_run_as_written(tmp_path):
 
 def test_table_lists_the_samplers():
     table = PAGE.partition("## Samplers")[2].partition("##")[0]
-    assert set(re.findall(r"^\| `([\w-]+)` \|", table, re.M)) == {*SAMPLERS}
+    assert set(re.findall(r"^\| `([\w-]+)` \|", table, re.M)) == {"--sampler", *SAMPLERS}
