@@ -1,6 +1,6 @@
 """Learn from captions, as CLIP does: an image and its caption get similar embeddings.
 
-paceline train clip.py --ranks 2 --plan ddp --epochs 2 --batch 64 --lr 1e-3
+paceline train clip.py --ranks 2 --plan ddp --epochs 8 --batch 64 --lr 1e-4
 """
 
 import math
