@@ -661,9 +661,12 @@ def on_a_terminal(
     del variables["COLUMNS"]
     terminal = os.ttyname(theirs)
     process = warm.start(words, at, variables, terminal, terminal)
-    os.close(theirs)
     seen = b""
     try:
+        # Reading would fail if no process had the other end open, as before the command opens it.
+        while not select.select([ours], [], [], 0.1)[0] and process.poll() is None:
+            pass
+        os.close(theirs)
         while select.select([ours], [], [], timeout_s)[0]:
             try:
                 piece = os.read(ours, 2**16)
