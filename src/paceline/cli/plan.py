@@ -117,14 +117,13 @@ def plan(
             "--explain": explain,
             "--plot": plot,
             "--json": json,
-        }
-        unused |= {
             "--where": where,
             "--peak": peak,
             "--measure": measure,
             "--interrupted-every": interrupted_every,
+            "--co2": co2,
         }
-        _refuse("--achieved estimates from a rate that you know", unused | {"--co2": co2})
+        _refuse("--achieved estimates from a rate that you know", unused)
         query = read_query(target, model, batch or 1, seq, precision, set, lora=lora)
         notes = _compare_allocation(query, tokens) if compute_optimal else []
         print_parts(*_estimate(query, achieved, tokens, ranks, machines[0].price), *notes)
@@ -138,13 +137,13 @@ def plan(
     from paceline.plan.search.constraints import parse_constraints
 
     constraints = parse_constraints(where) if where is not None else ()
+    clusters = [with_peak(find_cluster(machine.cluster), peak) for machine in machines]
+    measured_on = clusters[0] if measure else None
+    query = read_query(target, model, batch, seq, precision, set, measured_on, lora, system)
     results = []
-    for name, device_price, label in machines:
-        machine = with_peak(find_cluster(name), peak)
+    for (_, device_price, label), machine in zip(machines, clusters, strict=True):
         if label is not None and len(machines) > 1:
             machine = machine.model_copy(update={"name": label})
-        measured_on = machine if measure else None
-        query = read_query(target, model, batch, seq, precision, set, measured_on, lora, system)
         found = find_best_plans(
             query.facts,
             machine,

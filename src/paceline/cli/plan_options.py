@@ -231,18 +231,19 @@ def read_prices(
 
     Raises SpecError.
     """
-    if instances and price is not None:
-        raise SpecError(f"got both --price {price:g} and --instance {instances[0]}; give only one of them")
     if len(instances) > 1 or len(clusters) > 1:
-        named = [_read_price(None, cluster, price, ranks) for cluster in clusters]
-        return named + [_read_price(instance, None, None, ranks) for instance in instances]
+        named = [read_price(None, cluster, price, ranks) for cluster in clusters]
+        return named + [read_price(instance, None, price, ranks) for instance in instances]
     instance, cluster = (next(iter(names), None) for names in (instances, clusters))
-    return [_read_price(instance, cluster, price, ranks)]
+    return [read_price(instance, cluster, price, ranks)]
 
 
-def _read_price(instance: str | None, cluster: str | None, price: float | None, ranks: int | None) -> Priced:
+def read_price(instance: str | None, cluster: str | None, price: float | None, ranks: int | None) -> Priced:
+    """Return the cluster with its price, which an instance may determine. Raises SpecError."""
     if instance is None:
         return Priced(cluster, price)
+    if price is not None:
+        raise SpecError(f"got both --price {price:g} and --instance {instance}; give only one of them")
     from paceline.plan.prices import find_instance
 
     found = find_instance(instance)

@@ -73,7 +73,7 @@ def scale(
         check_outputs,
         check_positive,
         print_parts,
-        read_prices,
+        read_price,
         read_query,
     )
     from paceline.plan.search.rank_counts import HINT, parse_counts
@@ -87,8 +87,7 @@ def scale(
     if target is None and (epochs or steps):
         raise SpecError("--epochs and --steps require a task, got --model; use --tokens")
     counts = parse_counts(ranks)
-    instances, clusters = ([] if name is None else [name] for name in (instance, cluster))
-    [(cluster, price, _)] = read_prices(instances, clusters, price, max(counts))
+    cluster, price, _ = read_price(instance, cluster, price, max(counts))
     query = read_query(target, model, batch, seq, precision, set, lora=lora, system=system)
     if target is not None and tokens is None:
         tokens = _count_tokens(target, query.batch, epochs, steps, set or [], query.facts)
