@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.tuning.definition import Search, StudyDefinition
 from paceline.tuning.journal import Finished, Launched, Reached, StudyState, Suggested
-from paceline.tuning.samplers import SAMPLERS
+from paceline.tuning.samplers.table import SAMPLERS
 from paceline.tuning.space import build_space, parse_parameter
 
 Table = Mapping[str, Mapping[str, Sequence[float]]]  # measured values of a cell, by metric

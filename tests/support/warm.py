@@ -270,7 +270,7 @@ def _become_fork_server(requests: socket.socket, at: str) -> NoReturn:
 
     from paceline import cli
     from paceline.launch import rank_pool
-    from paceline.tuning import trial_process
+    from paceline.tuning.executors import trial_process
 
     with requests:
         request, files, *_ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 2)
@@ -282,7 +282,7 @@ def _become_fork_server(requests: socket.socket, at: str) -> NoReturn:
     os.close(log)
     if "OMP_NUM_THREADS" in environ:
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # a new process would read the variable
-    mains = {"paceline.launch.rank_pool": rank_pool.main, "paceline.tuning.trial_process": trial_process.main}
+    mains = {"paceline.launch.rank_pool": rank_pool.main, trial_process.WORDS[1]: trial_process.main}
     main = mains.get(module, cli.main)
     _run(main, [sys.argv[0], *words, str(remote)], at, environ)
 

@@ -17,8 +17,8 @@ from command import (
 from paceline.events import Ended, Evaluated, Step
 from paceline.tuning.definition import Search, StudyDefinition
 from paceline.tuning.journal import Exploited, read_state
-from paceline.tuning.median_rule import is_hopeless
-from paceline.tuning.population import perturb
+from paceline.tuning.schedulers.median_rule import is_hopeless
+from paceline.tuning.schedulers.population import perturb
 from paceline.tuning.space import build_space, parse_parameter
 
 LENGTH = ("--batch", "16", "--steps", "6", "--device", "cpu", "--set", "validation=20", "--set", "samples=40")

@@ -8,7 +8,7 @@ import pytest
 from paceline.tuning.definition import Search
 from paceline.tuning.journal import Finished, Launched, Reached, StudyState, Suggested
 from paceline.tuning.objectives import StudyObjective
-from paceline.tuning.schedulers import choose_trial, find_first_rung, find_rung, list_shares
+from paceline.tuning.schedulers.rungs import choose_trial, find_first_rung, find_rung, list_shares
 
 LOSS = [StudyObjective("min", "loss")]
 

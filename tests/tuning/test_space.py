@@ -6,7 +6,7 @@ import math
 import pytest
 
 from paceline.errors import SpecError
-from paceline.tuning.samplers import scrambled_radical_inverse
+from paceline.tuning.samplers.table import scrambled_radical_inverse
 from paceline.tuning.space import Parameter, Space, build_space, parse_parameter
 
 

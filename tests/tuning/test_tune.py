@@ -13,7 +13,7 @@ import pytest
 
 from command import TASK, events_of_kind, paceline, set_sample_delay, start, succeed, write_task
 from paceline.doctor.rank_state import read_heartbeats
-from paceline.events import Evaluated, Step
+from paceline.events import Evaluated, Failed, Step
 from paceline.run import RunFolder
 from paceline.tuning.journal import Launched, Suggested, read_state
 
@@ -148,6 +148,26 @@ def test_failed_trials_are_recorded_and_the_search_continues(tmp_path):
     assert states == ["complete", "failed", "complete"]
     assert "trial 1: failed: " in result.out
     assert "too wide" in result.out
+
+
+def test_trials_that_end_without_an_error_are_described(tmp_path):
+    """One is killed, as by the system if memory is exhausted; one calls os._exit."""
+    dying = """
+        if self.width == 12: os.kill(os.getpid(), signal.SIGKILL)
+        if self.width == 16: os._exit(0)"""
+    model = "    def model(self):"
+    write_task(tmp_path, "import os, signal\n" + TASK.replace(model, model + dying))
+    study = ("tune", "my.py:Regression", "--grid", "width=12,16,4", "--run-dir", "s", *LENGTH)
+    succeed(*study, at=tmp_path)
+    killed, exited, complete = read_state(tmp_path / "s" / "events.jsonl").trials.values()
+    assert (killed.state, exited.state, complete.state) == ("failed", "failed", "complete")
+    assert killed.message == "the trial was killed by SIGKILL, after step 0; see s/logs/0.txt"
+    assert exited.message.startswith(
+        "the trial failed: ended with exit status 0 before the training was over"
+    )
+    for trial in (killed, exited):
+        [failed] = events_of_kind(tmp_path / "s" / "trials" / str(trial.number), Failed)
+        assert failed.message == trial.message
 
 
 def test_identical_failures_stop_the_study(tmp_path):
@@ -339,16 +359,14 @@ def test_journal_of_another_user_cannot_control_the_terminal(study, tmp_path):
 
 @pytest.mark.slow
 def test_trial_that_saves_and_stops_is_continued(study, tmp_path):
-    """Each signal lets the launcher of the trial save and stop, as at a max_time of its request."""
+    """A signal lets the only rank of the trial save and stop, as at a max_time of its request."""
     write_task(tmp_path)
     slow = set_sample_delay(tmp_path / "slow", 0.05)
     with start(*STUDY, *LENGTH, "--trials", "1", "--run-dir", "s", at=tmp_path, SLOW=str(slow)) as running:
         run = tmp_path / "s" / "trials" / "0"
         running.wait_for_step(run, 1)
         [heartbeat] = [beat for beat in read_heartbeats(RunFolder(run)) if beat is not None]
-        launcher = psutil.Process(heartbeat.pid).parent()
-        assert launcher is not None
-        launcher.send_signal(signal.SIGTERM)
+        psutil.Process(heartbeat.pid).send_signal(signal.SIGTERM)
         assert running.wait().status == 0
     assert results(tmp_path / "s") == results(study)[:1]
     events = read_state(tmp_path / "s" / "events.jsonl").events

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from command import succeed
-from paceline.tuning.samplers import SAMPLERS
+from paceline.tuning.samplers.table import SAMPLERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
 

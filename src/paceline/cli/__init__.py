@@ -82,7 +82,12 @@ PANELS = {
 COMMANDS = {name: sentence for commands in PANELS.values() for name, sentence in commands.items()}
 HIDDEN = tuple(PANELS["Internal"])  # commands that only Paceline starts
 # modules whose name differs from that of their command
-MODULES = {"bench": "bench.app", "batch-size": "batch_size", "import-config": "import_config"}
+MODULES = {
+    "bench": "bench.app",
+    "batch-size": "batch_size",
+    "import-config": "import_config",
+    "tune": "tune.command",
+}
 MODULES |= {name: f"internal.{name}" for name in HIDDEN}
 
 

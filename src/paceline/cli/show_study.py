@@ -11,9 +11,9 @@ def show_study(path: Path, csv: Path | None = None, optuna: Path | None = None) 
     from paceline.tuning.definition import define_study, read_definition
     from paceline.tuning.folder import open_study
     from paceline.tuning.journal import read_state
-    from paceline.tuning.optuna_export import compute_importance, export_study
     from paceline.tuning.outcome import collect_results
-    from paceline.tuning.results import SHOWN_TRIALS, build_table, count_states, format_csv
+    from paceline.tuning.report.optuna_export import compute_importance, export_study
+    from paceline.tuning.report.results import SHOWN_TRIALS, build_table, count_states, format_csv
 
     folder = open_study(path)
     definition = define_study(*read_definition(folder.definition))
@@ -47,7 +47,7 @@ def write_study_page(path: Path, output: Path | None) -> str:
     from paceline.tuning.folder import open_study
     from paceline.tuning.journal import read_state
     from paceline.tuning.outcome import collect_results
-    from paceline.tuning.page import build_study_page
+    from paceline.tuning.report.page import build_study_page
     from paceline.units import format_bytes
 
     folder = open_study(path)

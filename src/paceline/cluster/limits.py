@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
+BUSY_SAMPLE_S = 0.25  # duration of the sample of what other processes use of the cores
 
 
 def usable_cores() -> int:
@@ -19,6 +20,13 @@ def usable_cores() -> int:
 def free_cores(busy: float) -> float:
     """Return the number of cores that this process may use and that are free, if `busy` cores are busy."""
     return min(float(usable_cores()), max(0.0, len(affinity()) - busy))
+
+
+def measure_free_cores() -> float:
+    """Return the number of cores that other processes leave free, measured over BUSY_SAMPLE_S."""
+    if usable_cores() == 1:
+        return 1.0
+    return free_cores(busy_cores(BUSY_SAMPLE_S) or 0.0)
 
 
 def busy_cores(seconds: float) -> float | None:

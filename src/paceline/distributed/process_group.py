@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline.cluster.limits import busy_cores, free_cores, usable_cores
+from paceline.cluster.limits import BUSY_SAMPLE_S, busy_cores, free_cores, usable_cores
 from paceline.distributed.network_interface import (
     check_interfaces,
     choose_interface,
@@ -130,7 +130,6 @@ def workers_per_rank(local_size: int, device: torch.device, requested: int | Non
     return min(4, max(0, usable_cores() // local_size - 1)) if device.type == "cuda" else 0
 
 
-BUSY_SAMPLE_S = 0.25  # duration of the sample of what other processes use of the cores
 FLIGHT_RECORDER_SIZE = 64  # collectives in torch's flight recorder, which `paceline doctor` reads
 RECORDED_PER_STEP, MAX_RECORDED = 256, 2048  # the same for a trace; reading 2048 takes about 0.1 s
 # Minimum timeout until each rank has run all kinds of operations of a step once.

@@ -14,7 +14,7 @@ from paceline.doctor.diagnose import Diagnosis
 from paceline.doctor.rank_state import read_heartbeats
 from paceline.errors import Error, RankError
 from paceline.events import Failed, Started, Step
-from paceline.launch.spawn import UNFINISHED
+from paceline.launch.spawn import describe_exit
 from paceline.launch.worker_processes import LOST, Failures
 from paceline.run import RunFolder
 from paceline.units import numbered
@@ -141,15 +141,7 @@ def _identify_cause(
 
 def _describe_exit(status: int) -> str:
     """Return how a rank ended that reported no error."""
-    if status == LOST:
-        return "was lost with its node"
-    if status == UNFINISHED:
-        return "failed: ended with exit status 0 before the training was over, as after sys.exit or os._exit"
-    return (
-        f"was killed by {signal.Signals(-status).name}"
-        if status < 0
-        else f"failed: ended with exit status {status}"
-    )
+    return "was lost with its node" if status == LOST else describe_exit(status)
 
 
 def describe_failure(event: Failed) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,17 @@ from paceline.run import RunFolder
 # The status that the launcher gives a rank that exited with 0 before the training was over: EX_SOFTWARE of
 # sysexits.h
 UNFINISHED = 70
+
+
+def describe_exit(status: int) -> str:
+    """Return how a rank ended that reported no error, as the end of a sentence about it."""
+    if status == UNFINISHED:
+        return "failed: ended with exit status 0 before the training was over, as after sys.exit or os._exit"
+    return (
+        f"was killed by {signal.Signals(-status).name}"
+        if status < 0
+        else f"failed: ended with exit status {status}"
+    )
 
 
 def build_rank_environments(

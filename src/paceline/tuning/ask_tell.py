@@ -23,8 +23,8 @@ from paceline.tuning.journal import (
     read_state,
 )
 from paceline.tuning.optuna_needs import NEEDS, check_sampler
-from paceline.tuning.results import find_front
-from paceline.tuning.samplers import SAMPLERS
+from paceline.tuning.report.results import find_front
+from paceline.tuning.samplers.table import SAMPLERS
 from paceline.tuning.space import build_space, parse_parameter
 
 

@@ -15,7 +15,7 @@ from paceline.launch.signals import STOPPED, Interrupt
 from paceline.run import RunFolder, create
 from paceline.spec import Launch, Spec, suggest
 from paceline.tuning.definition import StudyDefinition
-from paceline.tuning.executor import POLL_S, Executor, RunningTrial
+from paceline.tuning.executors.local_pool import POLL_S, Executor, RunningTrial
 from paceline.tuning.folder import StudyFolder
 from paceline.tuning.journal import (
     Exploited,
@@ -28,13 +28,13 @@ from paceline.tuning.journal import (
     Trial,
     read_state,
 )
-from paceline.tuning.median_rule import EvaluationCurve, is_hopeless
 from paceline.tuning.outcome import describe_failure, is_trained, read_metrics
-from paceline.tuning.placement import Placement, RefusedTrial
-from paceline.tuning.population import copy_checkpoint, list_exploits
-from paceline.tuning.quantities import PREFIX
-from paceline.tuning.samplers import SAMPLERS
-from paceline.tuning.schedulers import choose_trial, find_rung, has_all_trials, is_at_end, list_shares
+from paceline.tuning.prediction.placement import Placement, RefusedTrial
+from paceline.tuning.prediction.quantities import PREFIX
+from paceline.tuning.samplers.table import SAMPLERS
+from paceline.tuning.schedulers.median_rule import EvaluationCurve, is_hopeless
+from paceline.tuning.schedulers.population import copy_checkpoint, list_exploits
+from paceline.tuning.schedulers.rungs import choose_trial, find_rung, has_all_trials, is_at_end, list_shares
 from paceline.units import parse_duration_s
 
 IDENTICAL_FAILURES = 3  # in a row end a study
@@ -164,7 +164,7 @@ class Controller:
             placement = self._place(trial)
             if placement.ranks > len(executor.free):
                 return False
-            spec, launch = self._build_request(trial, placement, executor.threads)
+            spec, launch = self._build_request(trial, placement)
         except (RefusedTrial, SpecError, PlanError) as error:  # SpecError: values that contradict each other
             self._finish(trial, "refused", str(error))
             self._check_refusals()
@@ -189,7 +189,7 @@ class Controller:
         if not self._definition.needs_prediction:
             assert isinstance(search.ranks_per_trial, int)
             return Placement(search.ranks_per_trial, None)
-        from paceline.tuning.prediction import check_bounds, choose_ranks, predict_trial
+        from paceline.tuning.prediction.predict import check_bounds, choose_ranks, predict_trial
 
         spec, launch = self._definition.build_request(trial.values)
         if search.ranks_per_trial == "auto":
@@ -205,14 +205,16 @@ class Controller:
         if len(last) == REFUSED_IN_A_ROW and all(trial.state == "refused" for trial in last):
             raise RunError(f"{REFUSED_IN_A_ROW} trials in a row were refused; the last: {last[-1].message}")
 
-    def _build_request(self, trial: Trial, placement: Placement, threads: int) -> tuple[Spec, Launch]:
+    def _build_request(self, trial: Trial, placement: Placement) -> tuple[Spec, Launch]:
         """Return the request of the next stage of a trial.
 
         There is no report and there are no samples of the machine unless they are requested.
         """
         request, shares = self._definition.request, list_shares(self._definition.search)
+        threads = self._definition.search.threads
         defaults = {"threads": threads, "report": False, "monitor": "off"}
-        overrides = {key: value for key, value in defaults.items() if key not in request}
+        given = request.keys() | {parameter.key for parameter in self._definition.space.parameters}
+        overrides = {key: value for key, value in defaults.items() if key not in given and value is not None}
         overrides |= {"ranks": placement.ranks, "launcher": "local"}
         if placement.plan is not None:
             overrides["plan"] = placement.plan
@@ -231,7 +233,7 @@ class Controller:
         begin = self._begin[trial.number]
         if status == STOPPED and any(isinstance(event, Saved) for event in events.read(run.events, begin)):
             return  # it saved and stopped, such as at its own max_time; it is continued
-        message = describe_failure(run, begin, self._folder.log(trial.number), status)
+        message = describe_failure(run, begin, running.read_output(), running.log, status)
         self._finish(trial, "failed", message)
         self._check_failures(trial)
 

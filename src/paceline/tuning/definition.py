@@ -32,7 +32,7 @@ from paceline.spec import (
 from paceline.task import Task, build_task, load_task_class
 from paceline.tuning.objectives import StudyObjective
 from paceline.tuning.optuna_needs import NEEDS, check_sampler
-from paceline.tuning.quantities import PREFIX, QUANTITIES, Bound, parse_bound
+from paceline.tuning.prediction.quantities import PREFIX, QUANTITIES, Bound, parse_bound
 from paceline.tuning.space import Parameter, Space, build_space, parse_parameter
 from paceline.units import parse_duration_s
 from paceline.user_code import UserCode
@@ -76,6 +76,9 @@ class Search(Value):
     ranks: int = Field(default=1, ge=1, le=10**6, description="ranks that the trials share")
     ranks_per_trial: int | Literal["auto"] = Field(
         default=1, description="ranks of each trial; auto: the least number on which it is predicted to fit"
+    )
+    threads: int | None = Field(
+        default=None, ge=1, le=1024, description="threads of each rank, chosen when the study starts"
     )
     max_time: str | None = Field(
         default=None, description="wall time after which trials save and the study stops, such as 90m"
@@ -155,6 +158,17 @@ class StudyDefinition:
     def objectives(self) -> list[StudyObjective]:
         parts = [metric.partition(" ") for metric in self.search.metrics]
         return [StudyObjective("max" if direction == "max" else "min", name) for direction, _, name in parts]
+
+    def choose_threads(self, free_cores: float) -> Self:
+        """Return the study with a number of threads for each rank, such that all ranks share the free cores.
+
+        More threads than free cores wait for each other in every operation. The number is stored, so that
+        a study that continues computes the same bits.
+        """
+        if self.search.threads is not None or "threads" in self.request:
+            return self
+        threads = max(1, math.floor(free_cores / self.search.ranks + 0.5))
+        return dataclasses.replace(self, search=self.search.model_copy(update={"threads": threads}))
 
     def build_request(
         self, values: Mapping[str, Any], overrides: Mapping[str, Any] = {}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paceline import events
 from paceline.events import Ended, Evaluated, Failed, Profiled, Started, Step
+from paceline.launch.spawn import UNFINISHED, describe_exit
 from paceline.report.run_view import view
 from paceline.run import RunFolder
 from paceline.spec import Spec
@@ -67,13 +68,21 @@ def collect_results(state: StudyState, folder: StudyFolder) -> None:
             state.apply(Finished(trial=trial.number, state="complete"))
 
 
-def describe_failure(run: RunFolder, begin: int, log: Path, status: int) -> str:
-    """Return the sentence that says why a training failed. begin: the position of its first event."""
+def describe_failure(run: RunFolder, begin: int, output: str, log: Path, status: int) -> str:
+    """Return the sentence that says why a training failed, and write it to the events if no rank did.
+
+    begin: the position of the first event of the training.
+    output, status: what the process of the trial printed to `log`, and its exit status.
+    """
+    step = 0
     for event in events.read(run.events, begin):
         if isinstance(event, Failed) and event.what == "run" and not event.lost_peer:
             return event.message
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    said = next(
-        (line.removeprefix("paceline: ") for line in reversed(lines) if line.startswith("paceline: ")), ""
-    )
-    return said or f"the launcher of the trial ended with exit status {status}; see {log}"
+        if isinstance(event, (Started, Step)):
+            step = event.step
+    for line in reversed(output.splitlines()):
+        if line.startswith("paceline: "):
+            return line.removeprefix("paceline: ")
+    message = f"the trial {describe_exit(status or UNFINISHED)}, after step {step}; see {log}"
+    events.append(run.events, Failed(what="run", step=step, rank=0, message=message))
+    return message

@@ -11,7 +11,7 @@ from paceline.files import check_target, reason
 from paceline.tuning.definition import StudyDefinition
 from paceline.tuning.journal import StudyState
 from paceline.tuning.objectives import read_losses
-from paceline.tuning.optuna_samplers import to_optuna
+from paceline.tuning.samplers.optuna_samplers import to_optuna
 
 if TYPE_CHECKING:
     import optuna

@@ -13,8 +13,8 @@ from paceline.plan.cost_model.optimizer_state import recipe_of_request
 from paceline.plan.search.best_plans import find_best_plans
 from paceline.spec import Launch, Spec
 from paceline.task import Task, has_own_optimizer, load_task
-from paceline.tuning.placement import Placement, RefusedTrial
-from paceline.tuning.quantities import Bound, format_quantity
+from paceline.tuning.prediction.placement import Placement, RefusedTrial
+from paceline.tuning.prediction.quantities import Bound, format_quantity
 from paceline.user_code import UserCode
 
 

@@ -1,20 +1,46 @@
-"""paceline tune: search hyper-parameters and architectures."""
+"""The options of paceline tune, and the request that they define."""
 
-import sys
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from paceline.cli.request_options import OPTIMIZER_HELP, Set
-from paceline.errors import LaunchError, RunError, SpecError
+from paceline.errors import SpecError
 
 Option = typer.Option
 SEARCH, TRIALS = "Search", "Trials"
-RESUMABLE = ("trials", "ranks", "max_time")  # what --resume may change
 
 
-def tune(
+@dataclass(frozen=True)
+class TuningRequest:
+    """What the options of a command line ask for. Options that were not given are left out.
+
+    search: keys of the table [tune].
+    flags: keys of the request of all trials.
+    ranges: the range of each parameter by name.
+    assignments: NAME=VALUE of --set.
+    """
+
+    target: str
+    search: Mapping[str, Any]
+    flags: Mapping[str, Any]
+    ranges: Mapping[str, Any]
+    assignments: list[str]
+    run_dir: str | None
+    is_resume: bool
+    is_array: bool
+    time: str | None
+    site: Path | None
+    is_dry_run: bool
+
+
+def read_options(
     target: Annotated[
         str,
         typer.Argument(
@@ -172,30 +198,13 @@ def tune(
     device: Annotated[
         str | None, Option(help="Device: cpu or cuda [default: cuda if available]", rich_help_panel=TRIALS)
     ] = None,
-) -> None:
-    """Search hyper-parameters and architectures.
-
-    Each trial is a training in a run folder of its own. The study continues after any interruption with
-    --resume, and paceline show prints its results.
-
-    Exit status: 0 all trials are over, 75 it was stopped and can continue, 2 bad input.
-    """
-    from paceline.distributed.world import read_world
-    from paceline.launch.launchers import check_count
-    from paceline.tuning.definition import define_study, read_definition
-    from paceline.tuning.folder import create_study, is_study, open_study
-
-    if (launcher := read_world().launcher) is not None:
-        raise LaunchError(
-            f"tune starts the ranks, but {launcher} started this process as a rank; run tune without "
-            f"{launcher}"
-        )
+) -> TuningRequest:
+    """Return the request of these options. Raises SpecError."""
     of_array = {"--time": time, "--site": site, "--dry-run": dry_run}
     if not array and (wrong := [name for name, value in of_array.items() if value]):
         raise SpecError(f"{wrong[0]} is for a job array; add --array, or leave it out")
     if array and resume:
         raise SpecError("--array starts a study, and --resume continues one; leave one out")
-    ranges = _read_ranges(space or [], grid or [])
     if space and grid and sampler != "grid":
         raise SpecError("--grid and --space contradict each other; use --space only, or --sampler grid")
     search = {
@@ -211,7 +220,6 @@ def tune(
         "where": where or None,
         "max_time": max_time,
     }
-    given = {key: value for key, value in search.items() if value is not None}
     flags = {
         "plan": plan,
         "batch": batch,
@@ -222,54 +230,34 @@ def tune(
         "seed": seed,
         "device": device,
     }
-    if resume:
-        folder = open_study(Path(target))
-        changed = [key for key, value in flags.items() if value is not None] + list(ranges) + (set or [])
-        changed += [key for key in given if key not in RESUMABLE]
-        if changed or run_dir is not None:
-            raise RunError(
-                f"--resume continues {target} as it was defined, got {(changed or ['--run-dir'])[0]}; "
-                "leave it out, or start a new study"
-            )
-        request, ranges, before = read_definition(folder.definition)
-        definition = define_study(request, ranges, before | given)
-        check_count(definition.search.ranks)
-    else:
-        if is_study(Path(target)):
-            raise RunError(f"{target} is a study; continue it with: paceline tune {target} --resume")
-        request, ranges, before = _read_target(target, flags, set or [], ranges)
-        definition = define_study(request, ranges, before | given)
-        if array:
-            _submit_array(definition, run_dir, request["task"], time, site, dry_run)
-            return
-        check_count(definition.search.ranks)
-        folder = create_study(run_dir, request["task"])
-        definition.write(folder.definition)
-    raise typer.Exit(_run(folder, definition))
+    return TuningRequest(
+        target,
+        _select_given(search),
+        _select_given(flags),
+        _read_ranges(space or [], grid or []),
+        set or [],
+        run_dir,
+        resume,
+        array,
+        time,
+        site,
+        dry_run,
+    )
 
 
-def _submit_array(
-    definition: Any, run_dir: str | None, task: str, time: str | None, site: Path | None, dry_run: bool
-) -> None:
-    """Queue the trials as a job array, and print its number; or only print its script."""
-    import shutil
+def with_tuning_options(command: Callable[[TuningRequest], None]) -> Callable[..., None]:
+    """Decorate `command(request)`, so that typer sees the options of a study."""
 
-    from paceline.errors import Error
-    from paceline.tuning.array import plan_array, render_array, submit_array
-    from paceline.tuning.folder import choose_study, create_study
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> None:
+        command(read_options(**values))
 
-    job, settings = plan_array(definition, time, site)
-    if dry_run:
-        print(render_array(job, settings, choose_study(run_dir, task)), end="")
-        return
-    folder = create_study(run_dir, task)
-    try:
-        definition.write(folder.definition)
-        number = submit_array(folder, definition, job, settings)
-    except (Error, OSError, KeyboardInterrupt):
-        shutil.rmtree(folder.path)
-        raise
-    print(f"{folder.path}: job array {number}, {definition.search.trials} tasks")
+    setattr(wrapper, "__signature__", inspect.signature(read_options))  # noqa: B010 (typer reads it)
+    return wrapper
+
+
+def _select_given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _read_ranks_per_trial(text: str | None) -> int | str | None:
@@ -282,8 +270,6 @@ def _read_ranks_per_trial(text: str | None) -> int | str | None:
 
 def _read_ranges(space: list[str], grid: list[str]) -> dict[str, Any]:
     """Return the ranges of --space and --grid by name. Raises SpecError."""
-    import re
-
     ranges: dict[str, Any] = {}
     for option, items in (("--space", space), ("--grid", grid)):
         for item in items:
@@ -295,59 +281,3 @@ def _read_ranges(space: list[str], grid: list[str]) -> dict[str, Any]:
             steps = re.fullmatch(r"(-?\d+)\.\.(-?\d+)", text)
             ranges[name] = f"int:{steps[1]}:{steps[2]}" if steps is not None and option == "--grid" else text
     return ranges
-
-
-def _read_target(
-    target: str, flags: dict[str, Any], set: list[str], ranges: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the request, the ranges and the keys of [tune] of a command line. Raises SpecError."""
-    from paceline import spec as specs
-    from paceline import task as tasks
-    from paceline.tuning.definition import override_request, read_definition
-
-    request: dict[str, Any] = {"task": target}
-    before: dict[str, Any] = {}
-    if target.endswith(".toml"):
-        request, file_ranges, before = read_definition(Path(target))
-        ranges = file_ranges | ranges
-        if "task" not in request:
-            raise SpecError(f'{target} names no task; write task = "digits" there, or task = "my.py:Class"')
-    given = {key: value for key, value in flags.items() if value is not None}
-    assignments = specs.parse_overrides(set)
-    for key, value in assignments.items():
-        specs.check_same_value(specs.set_key(key), "its own option", given.get(key, value), "--set", value)
-    request = override_request(request, specs.replace_length(given | assignments))
-    spec, _ = specs.build(request)
-    if not isinstance(request["task"], str):
-        raise SpecError(f"task must be a name, got {request['task']!r:.80}")
-    request["task"] = tasks.resolve_reference(spec.task)
-    if spec.set:
-        request["set"] = dict(spec.set)
-    return request, ranges, before
-
-
-def _run(folder: Any, definition: Any) -> int:
-    """Run a study and return the exit status."""
-    from paceline.launch.signals import STOPPED
-    from paceline.tuning.controller import Controller
-    from paceline.tuning.executor import Executor
-    from paceline.tuning.journal import StudyState, Trial
-    from paceline.tuning.results import count_states, format_trial, write_best
-
-    def report(state: StudyState, trial: Trial) -> None:
-        print(format_trial(definition, trial), flush=True)
-
-    print(f"study {folder.path}", flush=True)
-    with Controller(folder, definition, report) as controller:
-        definition.write(folder.definition)  # --resume may have changed it
-        try:
-            is_over = controller.run(Executor(definition.search.ranks))
-        finally:
-            best = write_best(folder, definition, controller.state)
-            print(count_states(controller.state))
-        if best is not None:
-            print(f"best: {format_trial(definition, best)}")
-            print(f"train it again with: paceline train {folder.best}")
-    if not is_over:
-        print(f"stopped; continue with: paceline tune {folder.path} --resume", file=sys.stderr)
-    return 0 if is_over else STOPPED

@@ -14,10 +14,10 @@ from paceline.inspect.report.svg import draw_bars, draw_lines
 from paceline.tuning.definition import StudyDefinition
 from paceline.tuning.folder import StudyFolder
 from paceline.tuning.journal import StudyState, Trial
-from paceline.tuning.median_rule import EvaluationCurve
-from paceline.tuning.optuna_export import compute_importance
-from paceline.tuning.parallel_axes import draw_parallel_axes
-from paceline.tuning.results import count_states, find_front, format_value, order_trials
+from paceline.tuning.report.optuna_export import compute_importance
+from paceline.tuning.report.parallel_axes import draw_parallel_axes
+from paceline.tuning.report.results import count_states, find_front, format_value, order_trials
+from paceline.tuning.schedulers.median_rule import EvaluationCurve
 from paceline.version import __version__
 
 MAX_CURVES = 64  # of the best trials

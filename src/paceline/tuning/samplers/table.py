@@ -36,7 +36,7 @@ def draw_quasi_random(definition: StudyDefinition, state: StudyState, number: in
 
 def ask_optuna(definition: StudyDefinition, state: StudyState, number: int) -> dict[str, Any]:
     """Return the values that a sampler of Optuna chooses."""
-    from paceline.tuning.optuna_samplers import suggest_with_optuna
+    from paceline.tuning.samplers.optuna_samplers import suggest_with_optuna
 
     return suggest_with_optuna(definition, state, number)
 

@@ -13,7 +13,7 @@ from paceline.run import create
 from paceline.tuning.definition import StudyDefinition
 from paceline.tuning.folder import StudyFolder
 from paceline.tuning.journal import JournalWriter, StudyState, Suggested
-from paceline.tuning.samplers import SAMPLERS
+from paceline.tuning.samplers.table import SAMPLERS
 
 INDEPENDENT = ("random", "quasi-random", "grid")  # samplers whose values do not depend on results
 

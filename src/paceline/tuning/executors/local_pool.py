@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from paceline.cluster.limits import usable_cores
 from paceline.launch.fork_server import ForkServer, is_safe, start_server
 from paceline.launch.spawn import Child
-from paceline.tuning.trial_process import WORDS
+from paceline.tuning.executors.trial_process import WORDS
 
 START_S = 180.0  # for importing torch on a busy machine
 STOP_S = 40.0  # for a trial to save after a request to stop
@@ -25,12 +24,24 @@ POLL_S = 0.02
 
 @dataclass
 class RunningTrial:
-    """A trial that trains. slots: the numbers of the ranks of the pool that it occupies."""
+    """A trial that trains. slots: the numbers of the ranks of the pool that it occupies.
+
+    started: by the monotonic clock. log: what its process prints, after the output of earlier starts.
+    """
 
     number: int
     process: Child
     slots: list[int]
-    started: float  # by the monotonic clock
+    started: float
+    log: Path
+    log_begin: int
+
+    def read_output(self) -> str:
+        """Return what the process has printed since this start."""
+        with contextlib.suppress(OSError), open(self.log, "rb") as file:
+            file.seek(self.log_begin)
+            return file.read().decode(errors="replace")
+        return ""
 
     def stop(self) -> None:
         """Ask the ranks to save and end."""
@@ -38,50 +49,55 @@ class RunningTrial:
             self.process.send_signal(signal.SIGTERM)
 
 
+@contextlib.contextmanager
+def warm_server() -> Iterator[ForkServer | None]:
+    """Yield a process that imports PyTorch while this one continues, and from which trials are forked.
+
+    None if they must be spawned.
+    """
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    if not is_safe(environ):
+        yield None
+        return
+    with (
+        tempfile.TemporaryFile() as log,
+        contextlib.closing(ForkServer(start_server((*WORDS, "server"), environ, log))) as server,
+    ):
+        yield server
+
+
 class Executor:
     """A pool of ranks of this machine, which trials share.
 
-    The first trial waits for the import of PyTorch; later trials are forked.
+    server: the process from which trials are forked. None: each trial imports PyTorch.
     """
 
-    def __init__(self, ranks: int):
+    def __init__(self, ranks: int, server: ForkServer | None):
         self.free = list(range(ranks))
         self.running: dict[int, RunningTrial] = {}
-        self.busy_s = 0.0  # seconds of ranks that trials occupied
-        self._server: ForkServer | None = None
-        self._size = ranks
+        self._server = server
 
     def __enter__(self) -> "Executor":
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        if is_safe(environ):
-            with tempfile.TemporaryFile() as log:
-                self._server = ForkServer(start_server((*WORDS, "server"), environ, log))
+        if self._server is not None:
+            self._server.has_answered(START_S)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self.stop_all()
-        finally:
-            if self._server is not None:
-                self._server.close()
-
-    @property
-    def threads(self) -> int:
-        """Threads of a rank, such that all ranks of the pool have a share of the cores."""
-        return max(1, usable_cores() // self._size)
+        self.stop_all()
 
     def start(self, number: int, run: Path, log: Path, ranks: int) -> None:
         """Start the training of a run folder on free ranks."""
         slots, self.free = self.free[:ranks], self.free[ranks:]
         with open(log, "ab") as output:
+            log_begin = output.tell()
             process = self._start_process(run.absolute(), output.fileno(), ranks, slots)
-        self.running[number] = RunningTrial(number, process, slots, time.monotonic())
+        self.running[number] = RunningTrial(number, process, slots, time.monotonic(), log, log_begin)
 
     def _start_process(self, run: Path, log: int, ranks: int, slots: list[int]) -> Child:
         environ = _choose_devices(slots)
-        if self._server is not None and self._server.has_answered(START_S):
+        if self._server is not None and self._server.has_answered(0.0):
             read, write = os.pipe()
             with os.fdopen(write, "wb") as request:
                 request.write(json.dumps([str(run), ranks, os.getpid()]).encode())
@@ -106,7 +122,6 @@ class Executor:
             if (status := trial.process.poll()) is not None:
                 del self.running[trial.number]
                 self.free = sorted([*self.free, *trial.slots])
-                self.busy_s += len(trial.slots) * (time.monotonic() - trial.started)
                 yield trial, status
 
     def stop_all(self) -> None:

@@ -1,0 +1,171 @@
+"""Makespan of 40 fixed trials on 4 ranks: `paceline tune`, Optuna with torchrun, and Ray Tune.
+
+Each contender trains the digits CNN with the same 40 pairs of learning rate and width, 4 trials at a time,
+one rank and one thread each, and evaluates after each epoch. Paceline also writes checkpoints, events and
+logs. The loop of the others reads whole batches from memory and has no other duty. The seconds are those of
+the whole command. The mean of the accuracies shows that all train the same trials. Runs are paired: the
+contenders take turns. Requires optuna and ray: pip install "paceline[tune,ray]"
+
+python benchmarks/tune_makespan.py [--runs 5] [--contenders paceline optuna ray] [--epochs 3]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+WIDTHS = (4, 6, 8, 10, 12, 14, 16, 18)
+BATCH, AT_ONCE = 64, 4
+ENVIRON = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)  # this process is a part of a contender
+    options = parser.parse_args()
+    if options.part:
+        PARTS[options.part[0]](*options.part[1:])
+        return
+    seconds: dict[str, list[float]] = {name: [] for name in options.contenders}
+    for _ in range(options.runs):
+        for name in options.contenders:
+            with tempfile.TemporaryDirectory() as folder:
+                began = time.monotonic()
+                accuracies = CONTENDERS[name](Path(folder), options.epochs)
+                seconds[name].append(time.monotonic() - began)
+            print(
+                f"{name}: {seconds[name][-1]:.1f} s, {len(accuracies)} trials, "
+                f"mean accuracy {statistics.mean(accuracies):.3f}",
+                flush=True,
+            )
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    print(", ".join(f"{name} {median:.1f} s" for name, median in medians.items()))
+    others = [name for name in medians if name != "paceline"]
+    if others and "paceline" in medians:
+        best = min(others, key=lambda name: medians[name])
+        ratios = [ours / theirs for ours, theirs in zip(seconds["paceline"], seconds[best], strict=True)]
+        print(
+            f"makespan beside {best}: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+        )
+
+
+def run_paceline(folder: Path, epochs: int) -> list[float]:
+    """Return the accuracies of a study of `paceline tune`."""
+    from paceline.tuning.journal import read_state
+
+    grid = (f"lr={','.join(map(str, LRS))}", f"width={','.join(map(str, WIDTHS))}")
+    command = [sys.executable, "-m", "paceline", "tune", "digits", "--grid", grid[0], "--grid", grid[1]]
+    command += ["--metric", "max accuracy", "--epochs", str(epochs), "--batch", str(BATCH)]
+    command += ["--ranks", str(AT_ONCE), "--set", "spec.threads=1", "--device", "cpu", "--run-dir", "study"]
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    trials = read_state(folder / "study" / "events.jsonl").trials.values()
+    return [accuracy for trial in trials if (accuracy := trial.metrics["accuracy"]) is not None]
+
+
+def run_part(folder: Path, *words: object) -> list[float]:
+    """Run a part of this file as a process that writes accuracies, and return them."""
+    output = folder / "accuracies.json"
+    command = [sys.executable, __file__, "--part", *map(str, words), str(output)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run(command, cwd=folder, check=True, env=os.environ | ENVIRON, **quiet)  # type: ignore[call-overload]
+    accuracies: list[float] = json.loads(output.read_text())
+    return accuracies
+
+
+def optimize_with_optuna(epochs: str, output: str) -> None:
+    """Search the grid with Optuna; each trial is started by torchrun."""
+    import optuna
+
+    def objective(trial: Any) -> float:
+        lr = trial.suggest_categorical("lr", LRS)
+        width = trial.suggest_categorical("width", WIDTHS)
+        result = Path(output).with_name(f"{trial.number}.json")
+        words = ["--standalone", "--nproc-per-node=1", __file__, "--part", "rank"]
+        command = [sys.executable, "-m", "torch.distributed.run", *words, str(lr), str(width), epochs]
+        subprocess.run([*command, str(result)], check=True)
+        return float(json.loads(result.read_text()))
+
+    space: dict[str, Any] = {"lr": list(LRS), "width": list(WIDTHS)}
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.GridSampler(space))
+    study.optimize(objective, n_trials=len(LRS) * len(WIDTHS), n_jobs=AT_ONCE)
+    Path(output).write_text(json.dumps([trial.value for trial in study.trials]))
+
+
+def train_under_torchrun(lr: str, width: str, epochs: str, output: str) -> None:
+    """Be the rank of a trial of Optuna."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    accuracy = train(float(lr), int(width), int(epochs), DistributedDataParallel)
+    Path(output).write_text(json.dumps(accuracy))
+    dist.destroy_process_group()
+
+
+def optimize_with_ray(epochs: str, output: str) -> None:
+    """Search the grid with Ray Tune."""
+    import ray
+    from ray import tune
+
+    ray.init(num_cpus=AT_ONCE, include_dashboard=False)
+
+    def trainable(config: dict[str, Any]) -> None:
+        accuracy = train(config["lr"], config["width"], int(epochs), lambda model: model)
+        tune.report({"accuracy": accuracy})
+
+    space = {"lr": tune.grid_search(list(LRS)), "width": tune.grid_search(list(WIDTHS))}
+    run = tune.RunConfig(storage_path=str(Path(output).parent.resolve()), verbose=0)
+    results = tune.Tuner(trainable, param_space=space, run_config=run).fit()
+    Path(output).write_text(json.dumps([result.metrics["accuracy"] for result in results]))
+
+
+def train(lr: float, width: int, epochs: int, wrap: Callable[[Any], Any]) -> float:
+    """Train the digits CNN by a plain loop, and return its accuracy."""
+    import torch
+    import torch.nn.functional as F
+
+    from paceline.tasks.digits import Digits
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    task = Digits(width=width)
+    model = wrap(task.model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    data, validation = task.dataset("train"), task.dataset("validation")
+    accuracy = 0.0
+    for _ in range(epochs):
+        model.train()
+        for chosen in torch.randperm(len(data)).split(BATCH):
+            optimizer.zero_grad()
+            F.cross_entropy(model(data.images[chosen]), data.labels[chosen]).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            accuracy = (model(validation.images).argmax(-1) == validation.labels).float().mean().item()
+    return accuracy
+
+
+CONTENDERS: dict[str, Callable[[Path, int], list[float]]] = {
+    "paceline": run_paceline,
+    "optuna": lambda folder, epochs: run_part(folder, "optuna", epochs),
+    "ray": lambda folder, epochs: run_part(folder, "ray", epochs),
+}
+PARTS: dict[str, Callable[..., None]] = {
+    "optuna": optimize_with_optuna,
+    "ray": optimize_with_ray,
+    "rank": train_under_torchrun,
+}
+
+if __name__ == "__main__":
+    main()

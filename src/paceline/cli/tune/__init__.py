@@ -1,0 +1,1 @@
+"""paceline tune: its options, the study that they define, and its start."""

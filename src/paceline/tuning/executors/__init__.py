@@ -1,0 +1,1 @@
+"""Executors: start trials on ranks, and notice when they end."""

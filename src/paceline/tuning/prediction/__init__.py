@@ -1,0 +1,1 @@
+"""What is predicted of a trial before it starts, and where it trains."""

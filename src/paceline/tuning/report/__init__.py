@@ -1,0 +1,1 @@
+"""The results of a study: table, page, CSV and files of Optuna."""

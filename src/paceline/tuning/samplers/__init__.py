@@ -1,0 +1,1 @@
+"""Samplers: the values of the next trial, as functions of the journal."""
