@@ -21,10 +21,11 @@ COMMUNICATION_SHARE, COMMUNICATION_S = 0.4, 5e-3
 CLEAR_COMMUNICATION_SHARE = 0.2  # beyond what waiting for cores explains
 FASTER = 0.9  # of the predicted time of a step, below which another plan is worth trying
 BUBBLE_SHARE = 0.35  # the default of 2·pp micro-batches idles at most a third
-BUSY_IMBALANCE = 1.6  # if ranks waited for cores, which makes profiles uneven
-CLEAR_CONTENTION, CLEAR_SLOWER_S = 0.1, 5e-3  # or if they waited little, and one was slower by more
-EXTRA_BUBBLE = 0.2  # of a step, beyond that of the schedule, with which IMBALANCE suffices nevertheless
 IMBALANCE = 1.4  # busy time of the slowest rank of a pipeline, relative to the mean
+BUSY_IMBALANCE = 1.6  # if ranks waited for cores, which makes profiles uneven
+EXTRA_BUBBLE = 0.2  # of a step, beyond that of the schedule, with which IMBALANCE suffices nevertheless
+CLEAR_IMBALANCE = 1.2  # if ranks hardly waited for cores, and the slowest took longer by more than a time slice
+CLEAR_CONTENTION, TIME_SLICE_S = 0.1, 3e-3
 MIN_GAIN = 0.5  # efficiency below which more ranks do not pay
 MIN_FACTOR = 2.0  # of the cores or devices between the two runs
 
@@ -142,12 +143,7 @@ def check_pipeline(facts: RunFacts) -> Outcome:
     ratio = statistics.median(event.slowest_s / max(event.busy_s, 1e-9) for event in facts.profiled)
     values = {"busy_ratio": ratio, "bubble": bubble, "expected_bubble": expected}
     found = []
-    contention = measure_contention(facts) or 0.0
-    # A rank that lost its core in the profiled step seems busy; unequal stages make others wait in each step.
-    slower_s = statistics.median(event.slowest_s - event.busy_s for event in facts.profiled)
-    is_clear = contention <= CONTENTION_SHARE or bubble > expected + EXTRA_BUBBLE
-    is_clear |= contention <= CLEAR_CONTENTION and slower_s > CLEAR_SLOWER_S
-    if ratio > (IMBALANCE if is_clear else BUSY_IMBALANCE):
+    if ratio > _limit_imbalance(facts, has_idle_stages=bubble > expected + EXTRA_BUBBLE):
         rank = statistics.mode(event.slowest for event in facts.profiled)
         found.append(
             Evidence(
@@ -170,6 +166,18 @@ def check_pipeline(facts: RunFacts) -> Outcome:
             )
         )
     return found
+
+
+def _limit_imbalance(facts: RunFacts, has_idle_stages: bool) -> float:
+    """Return the ratio of busy times above which stages are unequal.
+
+    A rank that lost its core in the profiled step seems busy; unequal stages make others wait in each step.
+    """
+    contention = measure_contention(facts) or 0.0
+    slower_s = statistics.median(event.slowest_s - event.busy_s for event in facts.profiled)
+    if contention <= CLEAR_CONTENTION and slower_s > TIME_SLICE_S:
+        return CLEAR_IMBALANCE
+    return IMBALANCE if contention <= CONTENTION_SHARE or has_idle_stages else BUSY_IMBALANCE
 
 
 def check_scaling(facts: RunFacts) -> Outcome:
