@@ -28,6 +28,8 @@ from command import (
 )
 from paceline import spec as specs
 from paceline.events import Ended, Failed, Started, Step
+from paceline.monitor.samples import read_samples
+from paceline.monitor.table import SampleTable
 from paceline.run import RunFolder, create
 from pages import read_blocks
 from slurm import Slurm, wait_until
@@ -209,9 +211,9 @@ def test_killed_rank_restarts_all_ranks(reference: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_lost_store_of_the_agents_is_reported(tmp_path: Path) -> None:
-    """The store ends with the first agent. Its ranks ask the other ranks to save."""
-    with start_agents(tmp_path) as group:
-        group.wait_until(lambda: last_step(group.run) >= 6, "at step 6")
+    """The store ends with the first agent. Its ranks ask the others to save. The samples are complete."""
+    with start_agents(tmp_path, monitor=0.1) as group:
+        group.wait_until(lambda: last_step(group.run) >= 6 and len(read_monitor(group.run)) == 2, "at step 6")
         group.processes[0].kill()
         (_, _, _), (status, _, message) = group.wait(40)
         group.wait_until(
@@ -222,6 +224,15 @@ def test_lost_store_of_the_agents_is_reported(tmp_path: Path) -> None:
     assert message.startswith("paceline: node "), message
     assert " lost the connection to node localhost, where the agents meet; continue from step " in message
     assert message.count("\n") == 1
+    for name, (text, samples) in read_monitor(group.run).items():
+        assert text.endswith("\n"), name
+        assert samples.damaged == 0, name
+
+
+def read_monitor(run: Path) -> dict[str, tuple[str, SampleTable]]:
+    """Return the text and the samples of each node's file that has samples."""
+    tables = {path.name: (path.read_text(), read_samples(path)) for path in (run / "monitor").glob("*.csv")}
+    return {name: both for name, both in tables.items() if len(both[1])}
 
 
 @pytest.mark.slow
@@ -261,6 +272,7 @@ def test_torchrun_continues_on_fewer_nodes(reference: Path, tmp_path: Path) -> N
         slow.unlink()
         result = first.wait()
     assert result.status == 0, result.all
+    assert all(text.endswith("\n") and not samples.damaged for text, samples in read_monitor(run).values())
     assert [(event.ranks, event.plan) for event in events_of_kind(run, Started)] == [
         (2, "zero1"),
         (1, "single"),

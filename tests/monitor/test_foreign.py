@@ -1,5 +1,6 @@
 """paceline monitor: samples of a node, alone and while a command of another program runs."""
 
+import contextlib
 import functools
 import os
 import platform
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from command import PACELINE, TORCHRUN, paceline, start, succeed
+from mounts import mount_tmpfs
 from paceline.launch.foreign_command import rank_of
 from paceline.monitor.columns import throttle_reasons
 from paceline.monitor.hang import HangDetector
@@ -290,6 +292,32 @@ def test_killed_monitor_leaves_a_complete_file(tmp_path):
         running.process.send_signal(signal.SIGKILL)
         running.wait()
     assert (tmp_path / "a.csv").read_bytes().endswith(b"\n")
+
+
+def test_lost_samples_are_reported_with_a_status(tmp_path):
+    with mount_tmpfs(tmp_path, "size=64k") as folder:
+        path = folder / "a.csv"
+        with start("monitor", "--every", "0.1", "--csv", str(path), at=folder) as running:
+            running.wait_until(lambda: path.exists() and len(read_samples(path)) >= 2, "samples")
+            with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+                while True:
+                    file.write(b"x" * 4096)
+            running.wait_until(lambda: has_stopped_growing(path), "full")
+            running.process.send_signal(signal.SIGINT)
+            result = running.wait()
+        samples = read_samples(path)
+    assert (result.status, samples.damaged) == (1, 0)
+    assert re.fullmatch(
+        rf"paceline: \d+ samples? lost: cannot write {re.escape(str(path))}: no space left on the device\n",
+        result.err,
+    )
+    assert f"{len(samples)} samples in" in result.out
+
+
+def has_stopped_growing(path):
+    before = path.stat().st_size
+    time.sleep(0.5)
+    return path.stat().st_size == before
 
 
 def test_recording_in_the_format_of_nvidia_smi(tmp_path):

@@ -57,7 +57,8 @@ def monitor(
     """Sample the processors, memory, disks, network and GPUs of this node.
 
     With a command, sample while it runs, then print findings, and exit with its status. The ranks that it
-    starts are recognized by the variables of torchrun, mpirun and srun.
+    starts are recognized by the variables of torchrun, mpirun and srun. Without one, the status is 1 if
+    samples were lost, for example on a full disk.
     """
     from paceline.cli.plan_options import check_positive
     from paceline.errors import SpecError
@@ -77,8 +78,10 @@ def monitor(
             status = _sample_command(command, path, every, format, steps, hang_after)
             _print_results(path, csv, sys.stderr)
             raise typer.Exit(status)
-        _sample_alone(path, every, format)
+        is_complete = _sample_alone(path, every, format)
         _print_results(path, csv, sys.stdout)
+        if not is_complete:
+            raise typer.Exit(1)
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
@@ -156,8 +159,8 @@ def _sample_command(
     return status
 
 
-def _sample_alone(path: Path, every_s: float, format: str) -> None:
-    """Sample until a signal ends it."""
+def _sample_alone(path: Path, every_s: float, format: str) -> bool:
+    """Sample until a signal ends it. Return whether all samples were written."""
     from paceline.monitor.processes import RankSensor
     from paceline.monitor.sampler import Sampler, sample
 
@@ -168,17 +171,19 @@ def _sample_alone(path: Path, every_s: float, format: str) -> None:
     writer = _open_writer(path, format, sampler)
     print(f"sampling {platform.node()} every {every_s:g} s until Ctrl-C", flush=True)
     sample(sampler, writer, every_s, is_over.wait)
-    _close(writer)
+    return _close(writer)
 
 
-def _close(writer: "Writer") -> None:
-    from paceline.monitor.sample_writer import describe_lost_rows
+def _close(writer: "Writer") -> bool:
+    """Report lost samples. Return whether there are none."""
+    from paceline.monitor.sample_writer import CONTINUES, describe_lost_rows
     from paceline.units import several
 
     writer.close()
     if writer.lost:
-        why = describe_lost_rows(writer.path)
+        why = describe_lost_rows(writer.path).removeprefix(CONTINUES)
         print(f"paceline: {several(writer.lost, 'sample')} lost: {why}", file=sys.stderr)
+    return not writer.lost
 
 
 def _print_results(path: Path, csv: Path | None, file: TextIO) -> None:
