@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import models
-from command import succeed
+from command import checkpoint_weights, succeed
 from harness import ranks, train_on_ranks
 from paceline import RunFolder, Spec, train
 from paceline.drill.bit_flip import MANTISSA_BITS, flip_bit
@@ -401,6 +401,65 @@ def test_loaded_weights_are_compared_with_those_before_the_save(
     for message in ranks(2)(resume_run, read, longer, tmp_path, flips):
         is_found = flips and guard.every is not None
         assert ("other bits of 0.weight than the training had at step 12" in message) == is_found, message
+
+
+def sum_positions(whole: np.ndarray) -> int:
+    """Return the digest of a whole tensor, in Python's integers."""
+    bits = whole.reshape(-1).view({4: np.int32, 8: np.int64}[whole.itemsize]).tolist()
+    factor = 0x9E3779B97F4A7C15
+    total = sum(value * ((at * factor) | 1) for at, value in enumerate(bits)) % 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+def resume_text(plan: str, spec: Spec, run: Path, flipped_name: str = "") -> str:
+    """Continue a run, after a bit of a loaded weight flipped where a rank has a part. Return the error."""
+    load_ = checkpoint.load_
+
+    def load_flipped_(path: Path, model: Any, *rest: Any) -> Any:
+        result = load_(path, model, *rest)
+        parameter = dict(model.named_parameters()).get(flipped_name)
+        if parameter is not None and parameter.device.type != "meta":
+            assert flip_bit([parameter], random.Random(1)) is not None
+        return result
+
+    checkpoint.load_ = load_flipped_
+    try:
+        list(train(spec, parse(plan), task=models.ShortText(), run=RunFolder(run)))
+    except CorruptionError as error:
+        return str(error)
+    finally:
+        checkpoint.load_ = load_
+    return ""
+
+
+SPLITS = [(2, plan) for plan in ("tp=2", "pp=2,microbatches=2", "cp=2", "zero3")] + [
+    (4, plan) for plan in ("zero3,tp=2", "tp=2", "zero3,pp=2,microbatches=2", "cp=2,tp=2", "hsdp")
+]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "plan"), SPLITS, ids=[f"{plan} on {size}" for size, plan in SPLITS])
+def test_digests_of_split_weights_are_those_of_the_whole(size: int, plan: str, tmp_path: Path) -> None:
+    """The reference reads the checkpoint on one process, and sums with Python's integers.
+
+    Another plan resumes the run; a flip in a loaded weight is found under both.
+    """
+    spec = request(WeightGuard(every=4, locate=True)).model_copy(update={"steps": 4})
+    assert ranks(size)(resume_text, plan, spec, tmp_path) == [""] * size
+    run = RunFolder(tmp_path)
+    digests = checkpoint.read_index(run.checkpoint(4)).digests
+    weights = checkpoint_weights(tmp_path, 4)
+    assert {name for name, _ in models.ShortText().model().named_parameters()} == set(digests)
+    assert {name: value for name, (value, _) in digests.items()} == {
+        name: sum_positions(weights[name]) for name in digests
+    }
+    longer = spec.model_copy(update={"steps": 5, "guard": WeightGuard()})
+    for name in (next(iter(digests)), list(digests)[-1]):
+        for on, read in ((size, plan), (2, "ddp")):
+            messages = ranks(on)(resume_text, read, longer, tmp_path, name)
+            assert all(f"other bits of {name} than" in message for message in messages), messages
+    assert ranks(2)(resume_text, "zero2", longer, tmp_path) == ["", ""]
 
 
 @pytest.mark.processes

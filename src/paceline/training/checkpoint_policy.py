@@ -137,7 +137,10 @@ class CheckpointPolicy:
         context = self.context
         if self.spec.guard.every is None or not can_digest(context.plan):
             return {}
-        return digest_weights(self.prepared.model, context.world.rank, context.world.size, context.device)
+        prepared = self.prepared
+        return digest_weights(
+            prepared.model, context.plan, context.world.rank, context.device, prepared.saved_elsewhere
+        )
 
     def report(self, wait: bool) -> Iterator[Event]:
         """Yield the event of the save under way if it has ended.

@@ -99,7 +99,9 @@ def _check_digests(
     """Raise CorruptionError if the loaded weights are not those that the training had. A collective."""
     if not index.digests or not can_digest(context.plan):
         return
-    loaded = digest_weights(prepared.model, context.world.rank, context.world.size, context.device)
+    loaded = digest_weights(
+        prepared.model, context.plan, context.world.rank, context.device, prepared.saved_elsewhere
+    )
     if (name := find_difference(index.digests, loaded)) is not None:
         raise CorruptionError(
             f"{path} holds other bits of {name} than the training had at step {index.step}, though its files "

@@ -215,6 +215,11 @@ class PreparedTraining:
         update = self.update
         return update.optimizers if isinstance(update, UpdateSequence) else [update.optimizer]
 
+    @property
+    def saved_elsewhere(self) -> frozenset[str]:
+        """Names of parameters that another pipeline stage writes to checkpoints."""
+        return self.step.pipeline.saved_elsewhere if self.step.pipeline is not None else frozenset()
+
     def release(self) -> None:
         """Delete the references of DDP to the process group. Call it when the training ends."""
         if isinstance(self.update, UpdateSequence):
@@ -246,7 +251,7 @@ class PreparedTraining:
             return self.servers.state(), {}
         if self.local is not None and self.local.update.is_local:
             return self.local.state(rank)
-        elsewhere = self.step.pipeline.saved_elsewhere if self.step.pipeline is not None else ()
+        elsewhere = self.saved_elsewhere
         averages = self.operations.state(elsewhere) if self.operations is not None else {}
         return checkpoint.collect_state(self.model, self.optimizers, elsewhere) | averages, {}
 
