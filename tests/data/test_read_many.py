@@ -1,20 +1,28 @@
 """Batches of packed files are those of their samples, and batches pass from workers unchanged."""
 
+import ctypes
+import mmap
 import os
 import pickle
+import time
+from contextlib import closing
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from image_files import write_images
-from paceline.data import Folder
+from paceline.data import Folder, Shards, batch_memory
+from paceline.data.batch_memory import MIN_BYTES, SLOT_BYTES, BatchMemory, BytesWriter, load
 from paceline.data.batch_queue import BatchPickler, BatchReaders
 from paceline.data.loader import FailedSample, Samples, batches
 from paceline.data.pack import pack
+from paceline.data.read_ahead import BLOCK_BYTES, ReadAhead
+from paceline.data.shard_files import ShardFiles
 from paceline.errors import DataError
 
 CPU = torch.device("cpu")
@@ -38,6 +46,13 @@ def test_many_samples_are_those_of_each(packed: Path, name: str) -> None:
     for decode in (None, len):
         dataset = Folder(packed / name, decode)
         assert dataset.read_many(ORDER) == [dataset[index] for index in ORDER]
+
+
+def test_many_samples_of_shards_are_those_of_each(packed: Path) -> None:
+    dataset = Shards(packed / "packed")
+    assert dataset.read_many(ORDER) == [dataset[index] for index in ORDER]
+    with pytest.raises(IndexError):
+        dataset.read_many([0, len(dataset)])
 
 
 class Reversed(Folder):
@@ -124,7 +139,7 @@ class Pairs:
         return 40
 
     def __getitem__(self, index: int) -> tuple[bytes, Tensor, dict[str, int]]:
-        return bytes([index]) * 9000, torch.full((300, 300), index), {"n": index}
+        return bytes([index]) * 30_000, torch.full((300, 300), index), {"n": index}
 
 
 def test_workers_pass_the_same_batches() -> None:
@@ -134,15 +149,122 @@ def test_workers_pass_the_same_batches() -> None:
         for (indices, _), (content, tensor, rest) in zip(
             parts, batches(samples, parts, CPU, workers, 2), strict=True
         ):
-            assert list(content) == [bytes([index]) * 9000 for index in indices]
+            assert list(content) == [bytes([index]) * 30_000 for index in indices]
             assert tensor[:, 0, 0].tolist() == indices
             assert rest["n"].tolist() == indices
 
 
 def test_only_the_queue_of_batches_is_large() -> None:
-    context = BatchReaders()
+    context = BatchReaders(2, 2)
     batches_queue, other = context.Queue(), context.Queue()
     assert type(batches_queue) is not type(other)
     for queue in (batches_queue, other):
         queue.close()
         queue.join_thread()
+
+
+def pass_bytes(batch: Any, memory: BatchMemory, is_freed: bool = True) -> tuple[Any, int]:
+    """Return the batch as a rank receives it from worker 1, and the size of what was pickled."""
+    writer = BytesWriter(memory, 1)
+    content = pickle.dumps(writer.replace(batch))
+    place = None if writer.slot is None or not is_freed else (memory.number, writer.slot)
+    return load(content, place), len(content)
+
+
+LARGE = [bytes([value]) * size for value, size in enumerate((MIN_BYTES, 0, 7, 100_000))]
+
+
+@pytest.mark.parametrize(
+    ("batch", "is_small"),
+    [
+        (LARGE, True),
+        ((3, [tuple(LARGE), torch.arange(4)]), True),
+        ({"jpg": LARGE, "nested": {"json": LARGE[::-1]}, "n": [1, 2]}, True),
+        ([LARGE[2]], True),  # few bytes are pickled
+        ([*LARGE, "text"], False),
+        ([bytes(SLOT_BYTES + 1)], False),
+        ([], True),
+    ],
+    ids=["list", "tuple", "dict", "few", "mixed", "too_large", "empty"],
+)
+def test_bytes_are_passed_in_memory(batch: Any, is_small: bool) -> None:
+    memory = BatchMemory(2, 1)
+    for _ in range(3):  # the slot is free again
+        found, size = pass_bytes(batch, memory)
+        assert str(found) == str(batch) if isinstance(batch, tuple) else found == batch
+        assert (size < 5000) == is_small
+    assert set(memory.marks[:]) == {0}
+
+
+def test_a_slot_is_not_written_before_it_was_read() -> None:
+    memory = BatchMemory(2, 2)
+    for expected_small in (True, True, False):
+        found, size = pass_bytes(LARGE, memory, is_freed=False)
+        assert found == LARGE
+        assert (size < 5000) == expected_small
+    assert memory.marks[:] == b"\0\0\1\1"
+
+
+def test_batches_of_workers_use_the_memory() -> None:
+    parts = [(list(range(at, at + 4)), list(range(at, at + 4))) for at in range(0, 40, 4)]
+    with closing(batches(Samples(Pairs(), "train", 0, None), parts, CPU, 1, 2)) as source:
+        first = next(source)
+        [memory] = [each for each in batch_memory._memories.values() if each.slots == 3]
+        assert memory.contents[30_000:30_001] == b"\1"
+        rest = list(source)
+    assert set(memory.marks[:]) == {0}
+    contents = [content for batch in (first, *rest) for content in batch[0]]
+    assert contents == [bytes([index]) * 30_000 for index in range(40)]
+
+
+def test_what_is_asked_for_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = np.array([BLOCK_BYTES * 2 + 1, 10, BLOCK_BYTES])
+    files, offsets = np.array([0, 2, 0, 1, 0]), np.array([BLOCK_BYTES * 2, 5, 100, 0, 9], dtype=np.uint64)
+    ahead = ReadAhead(sizes)
+    blocks = [
+        (0, 0, BLOCK_BYTES),
+        (0, 2 * BLOCK_BYTES, BLOCK_BYTES),
+        (1, 0, BLOCK_BYTES),
+        (2, 0, BLOCK_BYTES),
+    ]
+    assert list(ahead.choose(files, offsets, files + 1)) == blocks
+    assert list(ahead.choose(files, offsets, files + 1)) == []
+    more = np.array([0]), np.array([BLOCK_BYTES * 2 - 1]), np.array([1])
+    assert list(ahead.choose(*more)) == [(0, BLOCK_BYTES, BLOCK_BYTES)]
+    monkeypatch.setattr("paceline.data.read_ahead.free_memory_bytes", lambda: 1000)
+    for _ in range(2):
+        parts = [(0, 2 * BLOCK_BYTES, 1), (2, 5, 3), (0, 100, 1), (1, 0, 2), (0, 9, 1)]
+        assert list(ReadAhead(sizes).choose(files, offsets, files + 1)) == parts
+
+
+def is_in_memory(path: Path, offset: int) -> bool:
+    """Return whether a page of a file is in memory. Asking does not read it."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        pages = np.frombuffer(mapped, dtype=np.uint8)
+        page = ctypes.c_void_p(pages.ctypes.data + offset // mmap.PAGESIZE * mmap.PAGESIZE)
+        found = ctypes.create_string_buffer(1)
+        assert ctypes.CDLL(None).mincore(page, ctypes.c_size_t(1), found) == 0
+        del pages
+    return bool(found.raw[0] & 1)
+
+
+def test_neighbors_are_read_ahead(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    for number in range(40):
+        (tmp_path / f"files/{number:02}.bin").write_bytes(bytes([number]) * 50_000)
+    pack([tmp_path / "files"], tmp_path / "packed", 2**30, 1)
+    [shard] = (tmp_path / "packed").glob("*.tar")
+    files = ShardFiles(tmp_path / "packed")
+    with open(shard, "r+b") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if is_in_memory(shard, 4096):
+        pytest.skip("the file system keeps files in memory")
+    late = np.array([17])  # the system itself reads ahead only what follows
+    assert files.read(17) == bytes([17]) * 50_000
+    assert not is_in_memory(shard, 4096)
+    assert files.read_many(late) == [bytes([17]) * 50_000]
+    deadline = time.monotonic() + 20
+    while not is_in_memory(shard, 4096):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -79,6 +79,16 @@ def find_memory_group() -> Path | None:
     return min(groups)[1] if groups else None
 
 
+def free_memory_bytes() -> int:
+    """Return the memory that this process may still use, with what the file cache would give back."""
+    import psutil
+
+    available: int = psutil.virtual_memory().available
+    limit, group = memory_limit(), find_memory_group()
+    used = group_memory_used(group) if group is not None else None
+    return min(available, limit - used) if limit is not None and used is not None else available
+
+
 def group_memory_used(group: Path) -> int | None:
     """Return the bytes that a control group uses, without the file cache that the system can free at once."""
     words = _words(group / "memory.current") or _words(group / "memory.usage_in_bytes")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from paceline.data.batch_memory import BatchMemory, load, store_bytes
 from paceline.data.workers import ForkedReaders
 
 if TYPE_CHECKING:
@@ -53,38 +54,44 @@ def _rebuild_tensor(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) 
 class _PickledBatch:
     """A batch that `BatchPickler` has pickled, which becomes the batch when it is received."""
 
-    def __init__(self, batch: Any):
+    def __init__(self, batch: Any, memory: BatchMemory | None):
         file = io.BytesIO()
-        BatchPickler(file, pickle.HIGHEST_PROTOCOL).dump(batch)
+        stored, self.place = store_bytes(batch, memory)
+        BatchPickler(file, pickle.HIGHEST_PROTOCOL).dump(stored)
         self.content = file.getvalue()
 
     def __reduce__(self) -> Any:
-        return pickle.loads, (self.content,)
+        return load, (self.content, self.place)
 
 
 class _BatchQueue(AnyQueue):
-    """A queue of batches, with room for many of them in its pipe."""
+    """A queue of batches, with room for many of them in its pipe, and in memory for the bytes of samples."""
 
-    def __init__(self, context: ForkContext):
+    def __init__(self, context: ForkContext, memory: BatchMemory | None):
         super().__init__(ctx=context)
+        self._memory = memory
         with contextlib.suppress(OSError):  # the limit of this user is reached
             fcntl.fcntl(self._writer.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # type: ignore[attr-defined]
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """Put an item into the queue."""
-        super().put(_PickledBatch(item), block, timeout)
+        super().put(_PickledBatch(item, self._memory), block, timeout)
 
 
 class BatchReaders(ForkedReaders):
-    """The context of torch's DataLoader, whose first queue is that for batches."""
+    """The context of torch's DataLoader, whose first queue is that for batches.
 
-    def __init__(self) -> None:
+    prefetch: number of batches that each worker reads ahead.
+    """
+
+    def __init__(self, workers: int, prefetch: int) -> None:
         super().__init__()
         self._has_queue = False
+        self._memory = BatchMemory.open(workers, prefetch + 1)
 
     def Queue(self, maxsize: int = 0) -> AnyQueue:
         """Return a queue."""
         if self._has_queue:
             return super().Queue(maxsize)
         self._has_queue = True
-        return _BatchQueue(self)
+        return _BatchQueue(self, self._memory)

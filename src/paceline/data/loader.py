@@ -541,7 +541,7 @@ def _read_batches(
         prefetch_factor=prefetch if workers else None,
         pin_memory=device.type == "cuda",
         worker_init_fn=survive_one_signal,
-        multiprocessing_context=BatchReaders() if workers else None,
+        multiprocessing_context=BatchReaders(workers, prefetch) if workers else None,
     )
     if device.type == "cuda":
         yield from _copy_to(_check(loader, samples), device)

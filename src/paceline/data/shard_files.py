@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.name_table import NameTable
+from paceline.data.read_ahead import ReadAhead, ask
 from paceline.data.shard_index import INDEX, UNFINISHED, FileRows, Shard, ShardIndex, write_index
 from paceline.errors import DataError
 from paceline.files import find_cache_folder, reason
@@ -45,6 +46,7 @@ class ShardFiles:
         self._offsets, self._sizes = index.offsets.data, index.sizes.data
         self._crcs = index.crcs.data
         self._open: dict[int, int] = {}
+        self._ahead: ReadAhead | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # for spawned processes
         return {"folder": self.folder, "index": self.index.path, "is_whole_folder": self.is_whole_folder}
@@ -72,6 +74,7 @@ class ShardFiles:
         index, contents = self.index, []
         numbers = np.searchsorted(index.first_files, files, side="right") - 1
         rows = (numbers, index.offsets[files], index.sizes[files], index.crcs[files])
+        self._ask_ahead(*rows[:3])
         opened = self._open
         for number, offset, size, crc in zip(*(row.tolist() for row in rows), strict=True):
             shard = opened.get(number)
@@ -85,6 +88,19 @@ class ShardFiles:
                 return [self.read(each) for each in files.tolist()]
             contents.append(content)
         return contents
+
+    def ask_ahead(self, files: npt.NDArray[Any]) -> None:
+        """Let the system read files in the background, which are read next."""
+        index, files = self.index, files.astype(np.int64)
+        numbers = np.searchsorted(index.first_files, files, side="right") - 1
+        self._ask_ahead(numbers, index.offsets[files], index.sizes[files])
+
+    def _ask_ahead(self, *parts: npt.NDArray[Any]) -> None:
+        if self._ahead is None:
+            self._ahead = ReadAhead(np.array([shard.bytes for shard in self.index.shards]))
+        for number, offset, size in self._ahead.choose(*parts):
+            if (file := self._find_open(number)) is not None:
+                ask(file, offset, size)
 
     def read_range(self, first: int, end: int) -> list[bytes]:
         """Return the contents of files of one shard that follow each other, by one pread."""
@@ -121,26 +137,35 @@ class ShardFiles:
         return self._pread(self.index.find_shard(file), size, offset)
 
     def _pread(self, number: int, size: int, offset: int) -> bytes:
-        file = self._open.get(number)
-        if file is None:
-            path = self.folder / self.index.shards[number].name
-            try:
-                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise DataError(f"cannot read the shard {path}: {reason(error)}") from error
-            if len(self._open) >= MAX_OPEN_FILES:  # never close a file that another thread may be reading
-                try:
-                    return os.pread(file, size, offset)
-                finally:
-                    os.close(file)
-            other = self._open.setdefault(number, file)
-            if other != file:
-                os.close(file)
-                file = other
+        file = self._find_open(number)
         try:
-            return os.pread(file, size, offset)
+            if file is not None:
+                return os.pread(file, size, offset)
+            file = self._open_shard(number)
+            try:
+                return os.pread(file, size, offset)
+            finally:
+                os.close(file)
         except OSError as error:
             path = self.folder / self.index.shards[number].name
+            raise DataError(f"cannot read the shard {path}: {reason(error)}") from error
+
+    def _find_open(self, number: int) -> int | None:
+        """Return the descriptor of a shard, which stays open; None if too many are open."""
+        file = self._open.get(number)
+        if file is None and len(self._open) < MAX_OPEN_FILES:
+            file = self._open_shard(number)
+            other = self._open.setdefault(number, file)
+            if other != file:  # another thread opened it
+                os.close(file)
+                file = other
+        return file  # never close one that another thread may be reading
+
+    def _open_shard(self, number: int) -> int:
+        path = self.folder / self.index.shards[number].name
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
             raise DataError(f"cannot read the shard {path}: {reason(error)}") from error
 
 

@@ -47,6 +47,13 @@ class Shards:
         first, end = self._find_files(index)
         return self._assemble(first, files.read_range(first, end))
 
+    def read_many(self, indices: Sequence[int]) -> list[Any]:
+        """Return samples, as `[i]` does. The system reads their first files at the same time."""
+        at = np.asarray(indices, dtype=np.int64)
+        if np.all((at >= 0) & (at < len(self))):
+            self.files.ask_ahead(self.files.index.samples[at])
+        return [self[index] for index in indices]
+
     def _find_files(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -65,7 +72,18 @@ class Shards:
                 )
             sample.setdefault("__key__", split[0].decode(errors="surrogateescape"))
             sample[split[1]] = content
-        return sample if self.decode is None else self.decode(sample)
+        if self.decode is None:
+            return sample
+        try:
+            return self.decode(sample)
+        except KeyError as error:
+            if not error.args or not isinstance(error.args[0], str) or error.args[0] in sample:
+                raise
+            shard = files.folder / files.index.shards[files.index.find_shard(first)].name
+            parts = ", ".join(part for part in sample if part != "__key__")
+            raise DataError(
+                f"the sample {sample['__key__']} in {shard} has no file {error.args[0]!r}, only {parts}"
+            ) from error
 
     def read_raw(self, index: int) -> bytes:
         """Return the contents of the files of a sample, one after another."""

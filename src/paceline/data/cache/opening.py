@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
-from paceline.cluster.limits import find_memory_group, group_memory_used, memory_limit
+from paceline.cluster.limits import free_memory_bytes
 from paceline.data.cache.dataset import CachedDataset
 from paceline.data.cache.folder import CacheFolder, find_place
 from paceline.data.cache.raw import find_raw
@@ -127,11 +125,3 @@ def choose_limit_bytes(place: Path, loading: Loading) -> tuple[int, int]:
     if loading.cache == "memory":
         free = min(free, free_memory_bytes())
     return round(loading.cache_gib * 2**30 if loading.cache_gib is not None else FREE_SHARE * free), free
-
-
-def free_memory_bytes() -> int:
-    """Return the memory that this process may still use: a cache in memory counts as memory of the job."""
-    available = psutil.virtual_memory().available
-    limit, group = memory_limit(), find_memory_group()
-    used = group_memory_used(group) if group is not None else None
-    return min(available, limit - used) if limit is not None and used is not None else available
