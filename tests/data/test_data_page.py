@@ -4,6 +4,7 @@ import glob
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -13,8 +14,9 @@ import pytest
 
 from command import paceline, succeed
 from image_files import write_images
+from mounts import mount_squashfs, require_programs
 from paceline.data import Folder, Mixture
-from pages import read_blocks
+from pages import ROOT, read_blocks
 
 BLOCKS = read_blocks("docs/data.md")
 pytestmark = pytest.mark.processes
@@ -129,17 +131,19 @@ def test_tokens(tmp_path, monkeypatch):
 
 
 def test_squashfs(tmp_path):
-    for program in ("mksquashfs", "squashfuse", "fusermount"):
-        if shutil.which(program) is None:
-            pytest.skip(f"there is no {program}")
     write_images(tmp_path / "images", {"a": 5, "b": 5})
-    *prepare, mount = BLOCKS["squashfs"].splitlines()
-    for line in prepare:
-        subprocess.run(line.split(), cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
-    if subprocess.run(mount.partition("#")[0].split(), cwd=tmp_path).returncode:
-        pytest.skip("FUSE cannot be used here")
-    try:
-        loose, image = Folder(tmp_path / "images", None), Folder(tmp_path / "mounted", None)
+    pack_image, make_folder, mount = (
+        line.partition("#")[0].split() for line in BLOCKS["squashfs"].splitlines()
+    )
+    require_programs("mksquashfs", "unsquashfs")
+    subprocess.run(pack_image, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(make_folder, cwd=tmp_path, check=True)
+    loose = Folder(tmp_path / "images", None)
+    [restore] = re.findall("`(unsquashfs .*?)`", (ROOT / "docs/data.md").read_text())
+    subprocess.run(restore.split(), cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    restored = Folder(tmp_path / "folder", None)
+    assert [restored[at] for at in range(10)] == [loose[at] for at in range(10)]
+    with mount_squashfs(mount, tmp_path):
+        image = Folder(tmp_path / "mounted", None)
         assert [image[at] for at in range(10)] == [loose[at] for at in range(10)]
-    finally:
-        subprocess.run(["fusermount", "-u", tmp_path / "mounted"], check=True)
+        assert image.labels.tolist() == loose.labels.tolist()

@@ -1,6 +1,8 @@
 """Preflight predicts space and time of a cache, and reports what is kept where a run is written."""
 
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,14 +10,17 @@ from typing import Any
 import pytest
 
 from image_files import write_images
-from mounts import mount_tmpfs
+from mounts import mount_squashfs, mount_tmpfs, require_programs
 from paceline import Spec
-from paceline.cluster import file
+from paceline.cluster import directories, file
 from paceline.cluster.facts import Cluster, Device, Disk, Fact
+from paceline.cluster.machine import Quota
+from paceline.data.cache.sizes import SourceSize
 from paceline.data.pack import pack
 from paceline.preflight.cache_check import CacheTimes
 from paceline.preflight.checks import CHECKS
 from paceline.preflight.context import PreflightContext
+from paceline.preflight.source_text import describe_source
 from paceline.preflight.usage_check import measure_folders
 from paceline.spec import Launch, Loading
 
@@ -154,6 +159,55 @@ def test_usage_by_purpose(folder, monkeypatch):
     assert line.endswith(" in 4 files")  # logs: two files, the events and the folder of checkpoints
     if size:
         assert f"checkpoints {(5 * size + 4096) / 1024:.1f} KiB in 6 files" in line
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, path: Path, **more: int) -> None:
+    monkeypatch.setattr(directories, "read_quotas", lambda: [(str(path), Quota(**more))])
+
+
+def test_a_cache_counts_towards_the_quota(folder, monkeypatch):
+    (folder / "scratch").mkdir()
+    loading = Loading(cache="scratch", cache_folder="scratch")
+    without = run_check("room", Loading())[0]
+    assert " and a cache of " not in without
+    [line] = [line for line in run_check("room", loading) if " and a cache of " in line]
+    count = int(re.search(r" in ([0-9]+) files; ", without)[1])
+    assert f" in {count + 259} files; " in line
+    limit(monkeypatch, folder, used_bytes=0, limit_bytes=2**40, used_files=0, limit_files=count + 1)
+    assert run_check("room", Loading())[0].startswith("passes: ")
+    assert f"has {count + 1} files left of a quota of {count + 1}" in run_check("room", loading)[0]
+    limit(monkeypatch, folder, used_bytes=2**30 - 100, limit_bytes=2**30)
+    line = run_check("cache", loading)[0]
+    assert line.startswith("warns: the samples need ")
+    assert "but it has 100 B left of a quota of 1.0 GiB; use a smaller data.cache_gib" in line
+    with mount_tmpfs(folder / "scratch", "size=1m"):  # another file system, which the quota does not count
+        assert " and a cache of " not in run_check("room", loading)[-1]
+
+
+def test_usage_is_compared_with_the_quota(folder, monkeypatch):
+    assert "together" not in run_check("usage", Loading())[0]
+    limit(monkeypatch, folder, used_bytes=2**30, limit_bytes=2**31, used_files=70)
+    [line] = run_check("usage", Loading(), run=str(folder / "runs/b"))
+    assert "; together " in line
+    assert line.endswith(", while the quota counts 1.0 GiB of 2.0 GiB in 70 files")
+
+
+def test_inodes_of_the_samples(folder):
+    loose, packed, mounted = (
+        run_check("data", Loading(), folder=name)[-1] if name != "mounted" else name
+        for name in ("images", "packed", "mounted")
+    )
+    assert loose.endswith(" in 40 files of images")  # too few to recommend packing
+    saved = "which is packed from 40 files and saves 38 inodes"
+    assert packed.endswith(f" in 2 files of {folder / 'packed'}, {saved}")
+    many = SourceSize(folder, 2**29 + 1, 5000, 5000, True)
+    assert describe_source(many, []).endswith("; paceline pack would save 4,996 inodes")
+    require_programs("mksquashfs")
+    (folder / mounted).mkdir()
+    subprocess.run(["mksquashfs", "images", "image", "-quiet", "-no-progress"], check=True)
+    with mount_squashfs(["squashfuse", "image", mounted], folder):
+        line = run_check("data", Loading(), folder=mounted)[-1]
+    assert line.endswith(" in 40 files of mounted, which is one SquashFS image and saves 39 inodes")
 
 
 def test_usage_elsewhere_is_left_out(folder):

@@ -28,7 +28,8 @@ from paceline.launch.slurm.site import Site
 from paceline.preflight.checks import CHECKS
 from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import run_checks
-from paceline.preflight.resource_checks import estimate_usage, parse_slurm_bytes
+from paceline.preflight.resource_checks import parse_slurm_bytes
+from paceline.preflight.room_check import estimate_log_bytes, estimate_usage
 from paceline.preflight.site_checks import can_requeue, find_overrides
 from paceline.run import create
 from paceline.spec import Launch, Save, Spec
@@ -363,17 +364,21 @@ def test_estimated_usage_equals_real_checkpoints(ranks, folder):
         )
         succeed("train", "digits", *words, at=folder)
     real = [path.stat().st_size for path in (folder / "r/ckpt/step_2").iterdir()]
+    files_of_run = [path for path in (folder / "r").rglob("*") if path.is_file()]
+    logs = sum(path.stat().st_size for path in files_of_run if "ckpt" not in path.parts)
     context = build_context(task="digits", batch=64, ranks=ranks)
     (size, files), (_, others) = estimate_usage(context, 1), estimate_usage(context, 0)
     assert size == pytest.approx(sum(real), rel=0.02)
     assert files - others == len(real) == ranks + 2
-    assert sum(path.is_file() for path in (folder / "r").rglob("*")) <= files
+    assert len(files_of_run) <= files
+    assert logs <= estimate_log_bytes(context) <= 2**18
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("size=3m", "has 3.0 MiB free; use another --run-dir"),
+        ("size=7400k", "has 7.2 MiB free; use another --run-dir"),  # too little with logs
         ("size=64m,nr_inodes=20", "has space for 19 files; use another --run-dir"),
         ("size=64m", None),
     ],
@@ -384,8 +389,9 @@ def test_too_little_disk_space(options, message, folder):
         (line,) = run_one("room", task="digits", batch=64, run="small/a")
     assert line.startswith(
         ("fails" if message else "passes")
-        + ": 4 checkpoints of 1.8 MiB (--keep 2, the best and the next) in 43 files"
+        + ": 4 checkpoints of 1.8 MiB (--keep 2, the best and the next) and logs of up to "
     )
+    assert " KiB, 7.3 MiB in 43 files" in line
     assert message is None or message in line
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cluster import directories
 from paceline.cluster.facts import Cluster, Disk, Fact
-from paceline.errors import DataError
+from paceline.cluster.machine import Directory
+from paceline.errors import ClusterError, DataError
 from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import Results
+from paceline.preflight.shortages import find_shortages
 from paceline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -23,12 +27,31 @@ def find_disk(cluster: Cluster, path: Path) -> Disk | None:
     return max(disks, key=lambda disk: len(disk.path), default=None)
 
 
-def check_cache(context: PreflightContext) -> Results:
-    """Predict room, files and time of a cache of the training samples, from which epoch on it pays."""
+@dataclass(frozen=True)
+class CacheSize:
+    """What a cache of the training samples will have on each node.
+
+    place           the folder in which it is
+    bytes           of all samples
+    files           at most
+    limit_bytes     which it may not exceed
+    free_bytes      of the place
+    content_bytes   of all samples, without what the cache stores besides
+    """
+
+    place: Path
+    bytes: int
+    files: int
+    limit_bytes: int
+    free_bytes: int
+    content_bytes: int
+
+
+def estimate_cache(context: PreflightContext) -> CacheSize | None:
+    """Return the size of the cache; None if the request has none. Raises DataError if it is impossible."""
     loading = context.spec.data
     if loading.cache == "off":
-        yield "passes", "data.cache=off: samples are read from their source"
-        return
+        return None
     from paceline.data.cache.folder import find_place
     from paceline.data.cache.opening import choose_limit_bytes, find_reason_against
     from paceline.data.cache.sizes import estimate_cached_bytes
@@ -38,25 +61,51 @@ def check_cache(context: PreflightContext) -> Results:
     if why := find_reason_against(training):
         raise DataError(f"the training samples cannot be cached: their dataset {why}; use data.cache=off")
     place = find_place(loading.cache == "memory", loading.cache_folder)
-    cached_bytes = estimate_cached_bytes(training.dataset, loading.cache_content == "decoded")
-    needed = cached_bytes + ROW.size * training.count
+    content_bytes = estimate_cached_bytes(training.dataset, loading.cache_content == "decoded")
     limit, free = choose_limit_bytes(place, loading)
-    usage = f"{format_bytes(needed)} in at most {UNITS + 3} files of {place} on each node"
-    if limit > free:
+    needed = content_bytes + ROW.size * training.count
+    return CacheSize(place, needed, UNITS + 3, limit, free, content_bytes)
+
+
+def check_cache(context: PreflightContext) -> Results:
+    """Predict room, files and time of a cache of the training samples, from which epoch on it pays."""
+    loading, cache = context.spec.data, estimate_cache(context)
+    if cache is None:
+        yield "passes", "data.cache=off: samples are read from their source"
+        return
+    place, limit = cache.place, cache.limit_bytes
+    usage = f"{format_bytes(cache.bytes)} in at most {cache.files} files of {place} on each node"
+    if limit > cache.free_bytes:
         yield (
             "warns",
-            f"data.cache_gib={loading.cache_gib:g} is more than the {format_bytes(free)} free in {place};"
-            " use less, or another data.cache_folder",
+            f"data.cache_gib={loading.cache_gib:g} is more than the {format_bytes(cache.free_bytes)} free in"
+            f" {place}; use less, or another data.cache_folder",
         )
-    if needed > limit:
+    if quotas := _find_exceeded_quotas(cache):
         yield (
             "warns",
-            f"the samples need {usage}, but the limit is {format_bytes(limit)}: {limit / needed:.0%} of them"
-            " will be cached; use a larger data.cache_gib, or another data.cache",
+            f"the samples need {usage}, but it has {' and '.join(quotas)}; use a smaller data.cache_gib, or"
+            " another data.cache_folder",
+        )
+    elif cache.bytes > limit:
+        yield (
+            "warns",
+            f"the samples need {usage}, but the limit is {format_bytes(limit)}: {limit / cache.bytes:.0%} of"
+            " them will be cached; use a larger data.cache_gib, or another data.cache",
         )
     else:
         yield "passes", f"the samples need {usage}, of {format_bytes(limit)} at most"
-    yield from _predict_payback(context, place, cached_bytes)
+    yield from _predict_payback(context, place, cache.content_bytes)
+
+
+def _find_exceeded_quotas(cache: CacheSize) -> list[str]:
+    """Return what a quota leaves in the place of a cache, if that is too little."""
+    with contextlib.suppress(ClusterError):  # the check of room reports that quotas are not known
+        quotas = directories.read_quotas()
+        directory = directories.examine(cache.place, (), quotas, directories.list_mounts())
+        limited = Directory(path=directory.path, quota=directory.quota)
+        return [*find_shortages(limited, min(cache.bytes, cache.limit_bytes), cache.files)]
+    return []
 
 
 def _predict_payback(context: PreflightContext, place: Path, cached_bytes: int) -> Results:

@@ -3,10 +3,12 @@
 Reads the samples at both ends of the data, and builds the plan on ranks that one process simulates.
 """
 
+from paceline.cluster.directories import list_mounts
 from paceline.errors import DataError, TaskError
 from paceline.plan.plan import ResolvedPlan, micro_batch_size
 from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import Results
+from paceline.preflight.source_text import describe_source
 from paceline.units import format_bytes, format_count, several
 
 
@@ -46,6 +48,7 @@ def check_data(context: PreflightContext) -> Results:
     from paceline.data.cache.sizes import find_sources
     from paceline.data.loader import FailedSample
 
+    mounts = list_mounts()
     for samples in (context.data.training, context.data.validation, *context.data.others):
         if samples is None:
             continue
@@ -54,11 +57,9 @@ def check_data(context: PreflightContext) -> Results:
             batch = samples[([index], [index])]
             if isinstance(batch, FailedSample):
                 raise DataError(batch.message)
-        size = "".join(
-            f" in {format_bytes(source.bytes)} and {several(source.files, 'file')} of {source.folder}"
-            for source in find_sources(samples.dataset)
-        )
-        yield "passes", f"{count:,} samples of {samples.split!r}{size}; the first and the last can be read"
+        yield "passes", f"{count:,} samples of {samples.split!r}; the first and the last can be read"
+        for source in find_sources(samples.dataset):
+            yield "passes", f"{samples.split!r} is {describe_source(source, mounts)}"
 
 
 def check_plan(context: PreflightContext) -> Results:

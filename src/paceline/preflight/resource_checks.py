@@ -1,19 +1,15 @@
-"""Checks of resources: memory per rank, disk space for checkpoints, time until the job must end."""
+"""Checks of resources: memory per rank, time until the job must end."""
 
 import math
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.cluster import directories
 from paceline.cluster.facts import Cluster
-from paceline.cluster.machine import Directory, Quota
-from paceline.errors import ClusterError, Error
+from paceline.errors import Error
 from paceline.launch.slurm.client import format_clock
 from paceline.plan.cost_model.defaults import add_assumptions
 from paceline.plan.cost_model.optimizer_state import recipe_of_request
-from paceline.plan.plan import AUTO, Plan, parse
 from paceline.plan.search.search import MARGIN, search_plans
 from paceline.preflight.cache_check import find_disk
 from paceline.preflight.context import PreflightContext
@@ -22,11 +18,6 @@ from paceline.preflight.site_checks import can_requeue, find_time_limit_s
 from paceline.task import has_own_optimizer
 from paceline.units import format_bytes, format_seconds, several
 
-FILES_PER_RANK = 4  # log, heartbeat, and answers for the doctor
-FILES_PER_NODE = 1  # samples
-FILES_PER_RUN = 16
-FILES_PER_CHECKPOINT = 2  # in addition to those of its ranks
-LOCAL_FILESYSTEMS = ("tmpfs", "ramfs")
 START_S = 30.0  # rounded: start the ranks of a job, import torch, build the model
 SLURM_BYTES = {"K": 2**10, "M": 2**20, "": 2**20, "G": 2**30, "T": 2**40}
 
@@ -91,86 +82,6 @@ def parse_slurm_bytes(text: str) -> float:
     """Return the bytes of a size such as `64G`, as sbatch reads it: MiB without a unit; 0 is all memory."""
     match = re.fullmatch(r"([0-9]{1,18})([KMGT]?)B?", text.strip(), re.I)
     return (int(match[1]) * SLURM_BYTES[match[2].upper()] if match else 0) or math.inf
-
-
-def check_room(context: PreflightContext) -> Results:
-    """Compare bytes and files of the checkpoints that exist at once with file system and quota."""
-    folder = next(path for path in (context.run, *context.run.absolute().parents) if path.is_dir())
-    if not os.access(folder, os.W_OK):
-        yield "fails", f"no permission to write to {folder}; use another --run-dir"
-        return
-    try:
-        quotas = directories.read_quotas()
-    except ClusterError as error:
-        quotas = []
-        yield "warns", f"quotas are not known: {error}"
-    directory = directories.examine(folder, (), quotas, directories.list_mounts())
-    keep = context.spec.save.keep
-    count = keep + 2  # the best, and the checkpoint that is being written
-    size_bytes, files = estimate_usage(context, count)
-    usage = (
-        f"{count} checkpoints of {format_bytes(size_bytes / count)} "
-        f"(--keep {keep}, the best and the next) in {files:,} files"
-    )
-    if shortages := [*_find_shortages(directory, size_bytes, files)]:
-        yield (
-            "fails",
-            f"{usage} do not fit: {folder} has {' and '.join(shortages)}; "
-            "use another --run-dir, free some space, or use a smaller --keep",
-        )
-        return
-    free = format_bytes(directory.free_bytes or 0)
-    if directory.free_files:
-        free += f" and {directory.free_files:,} files"
-    yield "passes", f"{usage}; {folder} ({directory.filesystem or 'unknown'}) has {free} free"
-    if directory.quota is not None and (exceeded := [*_find_soft_limits(directory.quota, size_bytes, files)]):
-        yield "warns", f"they exceed {' and '.join(exceeded)}, which is permitted only for a while"
-    if directory.filesystem in LOCAL_FILESYSTEMS and context.job.nodes > 1:
-        yield (
-            "warns",
-            f"{folder} is {directory.filesystem}, which other nodes cannot read; "
-            "use a --run-dir on a shared file system",
-        )
-
-
-def estimate_usage(context: PreflightContext, count: int) -> tuple[int, int]:
-    """Return the bytes and files of a run with `count` checkpoints."""
-    ranks, text = context.job.ranks, context.launch.plan
-    plan = parse(text) if text not in (None, AUTO) else Plan()
-    writers = 1 if plan.servers else ranks
-    states = 1 + ranks if plan.period is not None else 1  # local SGD saves each rank's state as well
-    files = count * (writers + FILES_PER_CHECKPOINT) + writers + FILES_PER_RANK * ranks + FILES_PER_RUN
-    files += FILES_PER_NODE * context.launch.nodes
-    return count * states * context.checkpoint_bytes, files
-
-
-def _find_shortages(directory: Directory, size_bytes: float, files: int) -> Iterator[str]:
-    if directory.free_bytes is not None and size_bytes > directory.free_bytes:
-        yield f"{format_bytes(directory.free_bytes)} free"
-    if directory.free_files is not None and files > directory.free_files:
-        yield f"space for {directory.free_files:,} files"
-    quota = directory.quota
-    if quota is None:
-        return
-    if quota.limit_bytes is not None and size_bytes > (left := max(0, quota.limit_bytes - quota.used_bytes)):
-        yield f"{format_bytes(left)} left of a quota of {format_bytes(quota.limit_bytes)}"
-    if (
-        quota.limit_files is not None
-        and quota.used_files is not None
-        and files > (files_left := max(0, quota.limit_files - quota.used_files))
-    ):
-        yield f"{files_left:,} files left of a quota of {quota.limit_files:,}"
-
-
-def _find_soft_limits(quota: Quota, size_bytes: float, files: int) -> Iterator[str]:
-    if quota.soft_bytes is not None and quota.used_bytes + size_bytes > quota.soft_bytes:
-        yield f"a quota of {format_bytes(quota.soft_bytes)}"
-    if (
-        quota.soft_files is not None
-        and quota.used_files is not None
-        and quota.used_files + files > quota.soft_files
-    ):
-        yield f"a quota of {quota.soft_files:,} files"
 
 
 def check_time(context: PreflightContext) -> Results:

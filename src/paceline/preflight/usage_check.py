@@ -3,11 +3,13 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.cluster import directories
+from paceline.errors import ClusterError
 from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import Results
 from paceline.run import RunFolder
@@ -31,22 +33,49 @@ class FolderUsage:
 def check_usage(context: PreflightContext) -> Results:
     """Report what environment, data, checkpoints and logs take on the file system of the run."""
     runs = next(path for path in context.run.absolute().parents if path.is_dir())
-    parts = [
-        f"{purpose} {usage}"
-        for purpose, folders, left_out in find_purposes(context.data.training.dataset, runs)
-        if (usage := measure_folders(folders, os.stat(runs).st_dev, left_out)).files
+    datasets = [
+        samples.dataset
+        for samples in (context.data.training, context.data.validation, *context.data.others)
+        if samples is not None
     ]
-    if parts:
-        yield "passes", f"on the file system of {runs}: {', '.join(parts)}"
-    else:
+    found = {
+        purpose: usage
+        for purpose, folders, left_out in find_purposes(datasets, runs)
+        if (usage := measure_folders(folders, os.stat(runs).st_dev, left_out)).files
+    }
+    if not found:
         yield "passes", f"no environment, data or runs are on the file system of {runs}"
+        return
+    parts = ", ".join(f"{purpose} {usage}" for purpose, usage in found.items())
+    yield "passes", f"on the file system of {runs}: {parts}{_compare_with_quota(found.values(), runs)}"
 
 
-def find_purposes(dataset: Any, runs: Path) -> Iterator[tuple[str, list[Path], list[Path]]]:
+def _compare_with_quota(found: Iterable[FolderUsage], runs: Path) -> str:
+    """Return a phrase on how much of a quota is used, and how much of that was found; empty without one."""
+    try:
+        quotas = directories.read_quotas()
+    except ClusterError:  # the check of room reports it
+        return ""
+    quota = directories.examine(runs, (), quotas, directories.list_mounts()).quota
+    if quota is None:
+        return ""
+    total = FolderUsage(
+        sum(usage.bytes for usage in found),
+        sum(usage.files for usage in found),
+        all(usage.is_whole for usage in found),
+    )
+    limit = quota.limit_bytes or quota.soft_bytes
+    of_limit = f" of {format_bytes(limit)}" if limit is not None else ""
+    used_files = f" in {quota.used_files:,} files" if quota.used_files is not None else ""
+    used = f"{format_bytes(quota.used_bytes)}{of_limit}{used_files}"
+    return f"; together {total}, while the quota counts {used}"
+
+
+def find_purposes(datasets: Sequence[Any], runs: Path) -> Iterator[tuple[str, list[Path], list[Path]]]:
     """Yield (purpose, folders, folders in these that have another purpose). runs: the folder of runs."""
     from paceline.data.cache.sizes import find_sources
 
-    data = sorted({source.folder for source in find_sources(dataset)})
+    data = sorted({source.folder for dataset in datasets for source in find_sources(dataset)})
     found = [RunFolder(path.parent) for path in sorted(runs.glob("*/events.jsonl"))]
     checkpoints = [run.ckpt for run in found]
     environment = Path(sys.prefix)

@@ -29,6 +29,7 @@ class SourceSize:
     samples     their number
     files       number of files that contain them
     is_loose    whether each sample is a file, which is opened to read it
+    packed      number of files that its files contain
     """
 
     folder: Path
@@ -36,6 +37,7 @@ class SourceSize:
     samples: int
     files: int
     is_loose: bool
+    packed: int = 0
 
 
 def find_sources(dataset: Any) -> Iterator[SourceSize]:
@@ -52,7 +54,9 @@ def find_sources(dataset: Any) -> Iterator[SourceSize]:
         files = dataset.files
         if isinstance(files, ShardFiles):
             index = files.index
-            yield SourceSize(files.folder, int(index.sizes.sum()), len(dataset), len(index.shards) + 1, False)
+            used = index.sizes[dataset.file_numbers] if isinstance(dataset, Folder) else index.sizes
+            size, count = int(used.sum()), len(index.shards) + 1
+            yield SourceSize(files.folder, size, len(dataset), count, False, len(files.names))
         elif isinstance(files, FolderFiles):
             names = files.names
             sizes = [_file_bytes(files.folder / names.decode(at)) for at in _spread(len(names))]
