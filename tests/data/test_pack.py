@@ -172,7 +172,7 @@ def test_wrong_writes_are_found(source, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", damage)
     with pytest.raises(DataError, match=r"differs from what was written|cannot read the shard"):
         pack([source], tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [".packing"]
+    assert not (tmp_path / "out").exists()
 
 
 KILLED = """

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from PIL import Image
 from image_files import picture, write_images, write_tar
 from paceline.data import Folder, Shards, decode_image
 from paceline.data.name_table import NameTable
-from paceline.data.shard_files import ShardFiles
 from paceline.data.shard_index import split_sample_name
 from paceline.errors import DataError
 
@@ -103,6 +103,17 @@ def test_damaged_sample_is_named(shards):
     assert dataset[2] == SAMPLES[2]
     with pytest.raises(DataError, match=r"b\.Seg\.PNG in .*/1\.tar is damaged: its checksum"):
         dataset[3]
+
+
+def test_a_missing_member_is_named(tmp_path):
+    files = {"d/1.jpg": b"1", "d/1.cls": b"3", "d/2.jpg": b"2", "d/2.json": b"{}"}
+    write_tar(tmp_path / "0.tar", files)
+    dataset = Shards(tmp_path, lambda sample: int(sample["cls"]))
+    assert dataset[0] == 3
+    with pytest.raises(DataError, match=r"the sample d/2 in .*/0.tar has no file 'cls', only jpg, json"):
+        dataset[1]
+    with pytest.raises(KeyError, match="other"):  # not a file of the sample
+        Shards(tmp_path, lambda sample: {}[sample["jpg"], "other"])[0]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +214,6 @@ def test_folder_in_shards_has_the_same_samples(tmp_path):
     for number in range(2):
         files = {str(p.relative_to(tmp_path / "images")): p.read_bytes() for p in names[number * 5 :][:5]}
         write_tar(tmp_path / f"packed/{number}.tar", files)
-    ShardFiles(tmp_path / "packed")  # writes the index
     plain, packed = Folder(tmp_path / "images", None), Folder(tmp_path / "packed", None)
     assert read_all(packed) == read_all(plain)
     assert (packed.classes, packed.labels.tolist()) == (plain.classes, plain.labels.tolist())
@@ -234,10 +244,10 @@ def test_bad_folders(tmp_path):
     (tmp_path / "c.png").write_bytes(picture(0))
     with pytest.raises(DataError, match=r"c\.png is in no class folder"):
         Folder(tmp_path)
-    write_tar(tmp_path / "1.tar", {"b/1.png": b"", "a/1.png": b""})
-    Shards(tmp_path)
+    (tmp_path / "tars").mkdir()
+    write_tar(tmp_path / "tars/1.tar", {"b/1.png": b"", "a/1.png": b""})
     with pytest.raises(DataError, match="are not sorted by name"):
-        Folder(tmp_path)
+        Folder(tmp_path / "tars")
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK"])
@@ -246,6 +256,34 @@ def test_images_have_three_channels(mode):
     Image.new(mode, (3, 2)).save(file, "TIFF")
     image = decode_image(file.getvalue())
     assert (image.shape, image.dtype) == ((3, 2, 3), torch.uint8)
+
+
+def save(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def test_images_of_sixteen_bits():
+    values = np.array([[0, 255, 256], [32768, 65279, 65535]], dtype=np.uint16)
+    pgm = b"P5 3 2 65535\n" + values.astype(">u2").tobytes()
+    for content in (*(save(Image.fromarray(values), kind) for kind in ("PNG", "TIFF")), pgm):
+        for channel in decode_image(content):
+            assert channel.tolist() == [[0, 0, 1], [128, 254, 255]]
+    for numbers in (values.astype(np.float32), values.astype(np.int32)):
+        with pytest.raises(DataError, match=r"its pixels have 32 bits \(mode [IF]\), whose range is unknown"):
+            decode_image(save(Image.fromarray(numbers), "TIFF"))
+
+
+def test_unusual_images():
+    red, blue = Image.new("RGB", (4, 4), (255, 0, 0)), Image.new("RGB", (4, 4), (0, 0, 255))
+    animation = save(red, "GIF", save_all=True, append_images=[blue])
+    transparent = save(red.convert("P"), "PNG", transparency=bytes(256))  # a warning is an error here
+    for content in (animation, transparent):
+        assert decode_image(content)[:, 0, 0].tolist() == [255, 0, 0]
+    ink = decode_image(save(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG"))[:, 4, 4]
+    assert ink[0] > 240
+    assert max(ink[1:]) < 15
 
 
 @pytest.mark.parametrize(

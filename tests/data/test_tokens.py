@@ -17,7 +17,7 @@ from paceline.data import pack_tokens as packing
 from paceline.data.pack_tokens import pack_tokens
 from paceline.errors import DataError
 from paceline.spec import Spec
-from paceline.tasks.lm import Lm
+from paceline.tasks.lm import Lm, read_documents
 from paceline.training.setup import open_data
 
 TEXTS = [f"Document {number}: " + "the cat sat on the mat, ünï. " * (number % 7) for number in range(40)]
@@ -179,7 +179,53 @@ def test_bad_lines(content, message, tokenizer, tmp_path):
     with pytest.raises(DataError, match=message) as raised:
         pack_tokens([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer)
     assert "\n" not in str(raised.value)
-    assert not (tmp_path / "out/tokens.json").exists()
+    assert not (tmp_path / "out").exists()  # nothing half-written
+
+
+def test_lines_of_other_programs(tokenizer, tmp_path):
+    """Blank lines, CRLF, other keys, and separators of Unicode inside of a text."""
+    texts = ["one", "two\u2028more\x85and\x0bmore", "drei ü"]
+    lines = [json.dumps({"id": 1, "text": text, "x": None}, ensure_ascii=False) for text in texts]
+    (tmp_path / "a.jsonl").write_bytes("\r\n\r\n  \r\n".join(lines).encode())
+    pack_tokens([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer, end_token="")
+    documents = TokenDocuments(tmp_path / "out")
+    library = Tokenizer.from_file(str(tokenizer))
+    expected = [library.encode(text).ids for text in texts]
+    assert [documents[at].tolist() for at in range(3)] == expected
+    read = read_documents(str(tmp_path / "a.jsonl"), str(tokenizer))
+    assert [tensor.tolist() for tensor in read] == expected
+    for content, message in (
+        (b'\n{"text": 3}\n', r'line 2: expected an object with the key "text"; for another key'),
+        (b'["a"]', r"line 1: expected an object"),
+        (b"{]", r"line 1: not JSON"),
+        (b"\xff", "is not UTF-8"),
+    ):
+        (tmp_path / f"bad{len(content)}.jsonl").write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            read_documents(str(tmp_path / f"bad{len(content)}.jsonl"), None)
+
+
+def test_numbers_of_tokens_with_gaps(tmp_path):
+    """The model has a row for the largest number, even if others in between do not exist."""
+    library = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 2, "b": 70}, "[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(["<|new|>"])
+    library.save(str(tmp_path / "tok.json"))
+    (tmp_path / "a.txt").write_text("a <|new|> b\n" * 40)
+    pack_tokens([tmp_path / "a.txt"], tmp_path / "out", tmp_path / "tok.json", end_token="")
+    assert 70 in TokenDocuments(tmp_path / "out")[0]
+    for file, tokens in (("a.txt", str(tmp_path / "tok.json")), ("out", None)):
+        model = Lm(file=str(tmp_path / file), tokenizer=tokens, width=16, depth=1, heads=2).model()
+        assert 71 in {parameter.shape[0] for parameter in model.parameters()}
+
+
+def test_tokens_that_the_model_does_not_have(tmp_path):
+    np.arange(600, dtype="<u2").tofile(tmp_path / "x.bin")
+    task = Lm(file=str(tmp_path / "x.bin"), dtype="uint16", vocabulary=80, context=16)
+    windows = task.dataset("train")
+    assert windows[3]["targets"].max() == 64
+    with pytest.raises(DataError, match=r"x.bin has the token 80, but vocabulary=80; use at least --set vo"):
+        windows[4]
 
 
 def test_bad_folders(tokenizer, tmp_path):

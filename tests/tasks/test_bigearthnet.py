@@ -19,7 +19,7 @@ from paceline.errors import DataError
 from paceline.events import Evaluated, Step
 from paceline.metrics import MeanAveragePrecision, MultilabelF1
 from paceline.tasks.bigearthnet import BANDS, BigEarthNet
-from paceline.tasks.bigearthnet_files import CLASSES, NUMBERS_V1, WITHOUT_CLASS
+from paceline.tasks.bigearthnet_files import CLASSES, CLASSES_43, NUMBERS_V1, WITHOUT_CLASS
 
 RECIPE = Path(__file__).parents[2] / "examples/recipes/bigearthnet.toml"
 EXACT = ("--set=spec.precision=fp64", "--set=spec.batch_norm=global")
@@ -148,6 +148,22 @@ def test_the_nomenclature_is_complete() -> None:
     """19 classes have 32 of the 43 classes of CORINE, and eleven have none."""
     assert (len(CLASSES), len(NUMBERS_V1), len(WITHOUT_CLASS)) == (19, 32, 11)
     assert not NUMBERS_V1.keys() & WITHOUT_CLASS
+    assert sorted(CLASSES_43) == sorted({*NUMBERS_V1, *WITHOUT_CLASS})
+
+
+def test_labels_may_be_the_43_of_v1(twin: Any) -> None:
+    folder, written = twin
+    task = BigEarthNet(folder=str(folder), labels=43, arch="resnet18", size=20)
+    if (folder / "metadata.parquet").exists():
+        with pytest.raises(TaskError, match="has BigEarthNet v2, whose labels are 19 classes; use --set lab"):
+            task.dataset("train")
+        return
+    dataset = task.dataset("train")
+    assert dataset is not None
+    for index, (_, labels) in enumerate(written["train"]):
+        found = [CLASSES_43[number] for number in dataset[index][1].nonzero()[:, 0].tolist()]
+        assert sorted(found) == sorted(labels)
+    assert dataset[0][1].shape == (43,)
 
 
 def losses_of(run: Path) -> list[float]:
@@ -212,7 +228,10 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{name}_B08.tif is not a GeoTIFF|cannot read .*{name}_B08.tif"):
         dataset[1]
     (tmp_path / name / f"{name}_labels_metadata.json").write_text('{"labels": ["Moon"]}')
-    with pytest.raises(DataError, match=r"labels_metadata.json has no labels of BigEarthNet: KeyError"):
+    with pytest.raises(DataError, match=r"labels_metadata.json has the label 'Moon'; expected one of CORINE"):
+        dataset.patches.read_labels(1)
+    (tmp_path / name / f"{name}_labels_metadata.json").write_text("[]")
+    with pytest.raises(DataError, match=r"labels_metadata.json has no labels of BigEarthNet: TypeError"):
         dataset.patches.read_labels(1)
 
 

@@ -12,6 +12,9 @@ from command import events_of_kind, paceline, succeed
 from harness import differences_from_single
 from image_files import write_images
 from paceline import Spec, TaskError
+from paceline.data import Folder
+from paceline.data.cache.sizes import find_sources
+from paceline.data.pack import pack
 from paceline.errors import DataError
 from paceline.events import Step
 from paceline.spec import Optimizer
@@ -107,6 +110,41 @@ def test_images_of_a_folder(tmp_path: Path) -> None:
     assert task.dataset("test") is None
 
 
+def test_folders_may_be_packed(tmp_path: Path) -> None:
+    """The samples are the same, whether the splits or the folder that has them are packed."""
+    write_splits(tmp_path / "images")
+    (tmp_path / "images/train/.empty").mkdir()
+    pack([tmp_path / "images"], tmp_path / "whole", 2**20, 1)
+    (tmp_path / "splits").mkdir()
+    for split in ("train", "val"):
+        pack([tmp_path / "images" / split], tmp_path / "splits" / split, 2**20, 1)
+    plain, *packed = (
+        ImageFolder(folder=str(tmp_path / name), size=8) for name in ("images", "whole", "splits")
+    )
+    for task in packed:
+        assert task.classes == ["cat", "dog"]
+        assert task.dataset("test") is None
+        for split in ("train", "validation"):
+            expected, found = plain.dataset(split), task.dataset(split)
+            assert expected is not None
+            assert found is not None
+            assert len(found) == len(expected)
+            assert found.labels.tolist() == expected.labels.tolist()
+            for at in range(len(found)):
+                assert torch.equal(found[at][0], expected[at][0])
+                assert found.read_many([at])[0][1] == expected[at][1]
+            assert Path(found.path(9)).parts[-2:] == Path(expected.path(9)).parts[-2:]
+    train, validation = (packed[0].dataset(split) for split in ("train", "validation"))
+    assert train is not None
+    assert validation is not None
+    assert train.fingerprint() != validation.fingerprint()
+    assert [source.bytes for source in find_sources(train)] < [
+        source.bytes for source in find_sources(validation)
+    ]
+    with pytest.raises(DataError, match=r"no such folder: .*whole/other, which .*whole does not contain"):
+        Folder(tmp_path / "whole/other")
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_commands(tmp_path: Path) -> None:
@@ -126,7 +164,10 @@ def test_commands(tmp_path: Path) -> None:
     for more, message in (
         ((), "images/train/cat/03.png: it is not an image, or is damaged"),
         (("--set=arch=resnet19",), "no image model 'resnet19' for 3 channels; available: resnet18"),
-        (("--set=folder=none",), "cannot read none/train: No such file or directory"),
+        (
+            ("--set=folder=none",),
+            "no such folder: none/train; specify the folder of train: --set folder=PATH",
+        ),
     ):
         kept = [word for word in words if word.split("=")[1:2] != [more[0].split("=")[1]]] if more else words
         result = paceline(*kept, *more, f"--run-dir=refused{len(message)}", at=tmp_path)

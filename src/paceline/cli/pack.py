@@ -74,7 +74,8 @@ def _pack_files(sources: list[Path], out: Path, shard_size: str, workers: int | 
     if result.written < result.shards:
         print(f"{several(result.shards - result.written, 'shard')} were complete already")
     if result.links:
-        print(f"{several(result.links, 'link')} became the files that they point to")
+        files = "the file that it points to" if result.links == 1 else "the files that they point to"
+        print(f"{several(result.links, 'link')} became {files}")
 
 
 def _pack_tokens(

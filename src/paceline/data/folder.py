@@ -12,7 +12,7 @@ import numpy as np
 from paceline.data.images import SUFFIXES, decode_image
 from paceline.data.name_table import NameTable
 from paceline.data.shard_files import ShardFiles
-from paceline.data.shard_index import INDEX
+from paceline.data.shard_index import INDEX, UNFINISHED
 from paceline.errors import DataError
 from paceline.files import reason
 
@@ -56,7 +56,7 @@ def _find_files(folder: bytes, prefix: bytes) -> Iterator[bytes]:
             for entry in entries:
                 if entry.is_dir():
                     yield from _find_files(entry.path, prefix + entry.name + b"/")
-                elif entry.is_file():
+                elif entry.is_file() or entry.is_symlink():  # reading a broken link is an error with its path
                     yield prefix + entry.name
     except OSError as error:
         raise DataError(f"cannot read {os.fsdecode(folder)}: {reason(error)}") from error
@@ -69,8 +69,8 @@ class Folder:
             folder: str
             def dataset(self, split): return Folder(f"{self.folder}/{split}")
 
-    The folder may be packed by `paceline pack`: samples, order and classes are the same. Samples are in the
-    order of their paths, and classes in the order of their names.
+    The folder may be packed by `paceline pack`, or be inside of a folder that is: samples, order and classes
+    are the same. Samples are in the order of their paths, and classes in the order of their names.
 
     folder: has a folder for each class, which may have folders itself.
     decode: makes the image of the content of a file. None: the content itself, as bytes.
@@ -92,20 +92,25 @@ class Folder:
         classes: Sequence[str] | None = None,
     ):
         self.folder, self.decode = Path(folder), decode
-        if not self.folder.is_dir():
+        packed = find_packed(self.folder)
+        if packed is None and not self.folder.is_dir():
             raise DataError(f"no such folder: {self.folder}")
-        self.files: Files = (
-            ShardFiles(self.folder) if (self.folder / INDEX).exists() else FolderFiles(self.folder)
-        )
+        self.files: Files = ShardFiles(packed[0]) if packed is not None else FolderFiles(self.folder)
+        self._root, self._prefix = packed or (self.folder, b"")
         names = self.files.names
         is_sorted = not isinstance(self.files, ShardFiles) or self.files.index.is_packed
         if not is_sorted and any(a > b for a, b in pairwise(names)):
             raise DataError(
-                f"the files in the shards of {self.folder} are not sorted by name; read them by Shards, or"
+                f"the files in the shards of {self._root} are not sorted by name; read them by Shards, or"
                 " unpack them and pack the files by paceline pack"
             )
         self._suffixes = tuple(suffixes)
         selected = names.find_with_suffix(suffixes)
+        if self._prefix:
+            begin, end = find_range(names, self._prefix)
+            if begin == end:
+                raise DataError(f"no such folder: {self.folder}, which {self._root} does not contain")
+            selected = selected[(selected >= begin) & (selected < end)]
         if not len(selected):
             raise DataError(
                 f"{self.folder} has {len(names):,} files but no images ({', '.join(suffixes)}); specify"
@@ -114,7 +119,7 @@ class Folder:
         # None: all files, so that nothing grows with their number
         self._selected = selected if len(selected) < len(names) else None
         self._count = len(selected)
-        found = list(_find_classes(names, self.folder, selected))
+        found = list(_find_classes(names, self.folder, selected, self._prefix))
         self.classes = list(classes) if classes is not None else sorted(name for name, _ in found)
         self._begins = [begin for _, begin in found]
         self._class_numbers = [self._number_class(name) for name, _ in found]
@@ -177,35 +182,82 @@ class Folder:
         """Return what identifies the bytes of all samples; None for files, which may change."""
         if not isinstance(self.files, ShardFiles):
             return None
-        return repr((self.files.fingerprint(), self._suffixes))
+        return repr((self.files.fingerprint(), self._prefix, self._suffixes))
 
     def path(self, index: int) -> str:
         """Return the path of the file of a sample: in its folder, or as it was before it was packed."""
-        return str(self.folder / self.files.names.decode(self._find_file(index)))
+        return str(self._root / self.files.names.decode(self._find_file(index)))
+
+    @property
+    def file_numbers(self) -> "np.typing.NDArray[np.int64]":
+        """The number of the file of each sample, int64 of shape (samples,)."""
+        return np.arange(len(self)) if self._selected is None else self._selected
 
     @property
     def labels(self) -> "np.typing.NDArray[np.int64]":
         """The class of each sample, int64 of shape (samples,)."""
-        files = np.arange(len(self)) if self._selected is None else self._selected
-        numbers = np.searchsorted(self._begins, files, side="right") - 1
+        numbers = np.searchsorted(self._begins, self.file_numbers, side="right") - 1
         return np.array(self._class_numbers, dtype=np.int64)[numbers]
 
 
-def _find_classes(names: NameTable, folder: Path, selected: Any) -> Iterator[tuple[str, int]]:
+def find_packed(folder: Path) -> tuple[Path, bytes] | None:
+    """Return the folder of the shards that contain a folder, and the beginning of the names of its files.
+
+    None if the folder is not packed. The names begin with `train/` if the parent of `train` was packed.
+    """
+    if folder.is_dir():
+        return (folder, b"") if _has_shards(folder) else None
+    for root in folder.parents:
+        if root.is_dir():
+            prefix = os.path.join(os.fsencode(folder.relative_to(root)), b"")
+            return (root, prefix) if _has_shards(root) else None
+    return None
+
+
+def _has_shards(folder: Path) -> bool:
+    """Return whether a folder has shards of samples, and not samples in class folders."""
+    if (folder / INDEX).exists() or (folder / UNFINISHED).exists():
+        return True
+    try:
+        names = [name for name in os.listdir(folder) if not name.startswith(".")]
+    except OSError:  # reading the files reports it
+        return False
+    return bool(names) and all(name.endswith(".tar") for name in names)
+
+
+def find_range(names: NameTable, prefix: bytes) -> tuple[int, int]:
+    """Return the first of the sorted names that begin with `prefix/`, and the name after the last."""
+    begin = names.find_first_at_least(prefix)
+    return begin, names.find_first_at_least(prefix[:-1] + b"0", begin)  # "0" follows "/"
+
+
+def list_classes(folder: Path) -> list[str] | None:
+    """Return the names of the class folders of a folder, as files or packed; None if there is no folder.
+
+    Empty folders are no classes: a packed folder does not have them. Raises DataError.
+    """
+    try:
+        if (packed := find_packed(folder)) is not None:
+            begin, end = find_range(ShardFiles(packed[0]).names, packed[1]) if packed[1] else (0, 1)
+            return Folder(folder, None).classes if begin < end else None
+        return sorted(path.name for path in folder.iterdir() if path.is_dir() and any(path.iterdir()))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"cannot read {folder}: {reason(error)}") from error
+
+
+def _find_classes(names: NameTable, folder: Path, selected: Any, prefix: bytes) -> Iterator[tuple[str, int]]:
     """Yield each class with its first file. Only the borders between classes are searched for."""
-    if isinstance(selected, np.ndarray):
-        first, last = int(selected[0]), int(selected[-1])
-    file = first
+    file, last = int(selected[0]), int(selected[-1])
     while file <= last:
-        top, slash, _ = names[file].partition(b"/")
-        following = names.find_first_at_least(top + b"0", file)  # "0" follows "/"
+        top, slash, _ = names[file][len(prefix) :].partition(b"/")
+        following = names.find_first_at_least(prefix + top + b"0", file)  # "0" follows "/"
         images = selected[np.searchsorted(selected, file) : np.searchsorted(selected, following)]
         if len(images):
             if not slash:
-                raise DataError(
-                    f"the image {folder / names.decode(int(images[0]))} is in no class folder;"
-                    " move it into one"
-                )
+                name = os.fsdecode(names[int(images[0])][len(prefix) :])
+                raise DataError(f"the image {folder / name} is in no class folder; move it into one")
             yield os.fsdecode(top), file
         file = max(following, file + 1) if slash else file + 1
 

@@ -78,9 +78,14 @@ def pack(
         done = len(found.files) - sum(len(shard.files) for shard in missing)
         on_progress(done, len(found.files))
         (out / UNFINISHED).touch()
-        for shard in _write_all(missing, out, workers):
-            done += len(shard.files)
-            on_progress(done, len(found.files))
+        try:
+            for shard in _write_all(missing, out, workers):
+                done += len(shard.files)
+                on_progress(done, len(found.files))
+        except DataError:
+            if os.listdir(out) == [UNFINISHED]:  # no shard is complete
+                (out / UNFINISHED).unlink()
+            raise
         if not (out / INDEX).exists():
             _join_indices(out, shards)
         (out / UNFINISHED).unlink()
@@ -98,9 +103,13 @@ def pack(
 
 @contextlib.contextmanager
 def owned_folder(out: Path) -> Iterator[None]:
-    """Create the folder if there is none, and let no other process pack into it. Raises DataError."""
+    """Create the folder if there is none, and let no other process pack into it. Raises DataError.
+
+    After an error, a folder that was created and is empty is removed.
+    """
     try:
-        out.mkdir(exist_ok=True)
+        is_new = not out.exists()
+        out.mkdir(parents=True, exist_ok=True)
         lock = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise DataError(f"cannot create the folder {out}: {reason(error)}") from error
@@ -114,6 +123,11 @@ def owned_folder(out: Path) -> Iterator[None]:
         except OSError:  # a file system without locks
             pass
         yield
+    except BaseException:
+        if is_new:
+            with contextlib.suppress(OSError):  # it has files
+                out.rmdir()
+        raise
     finally:
         os.close(lock)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.pack import TEMPORARY, owned_folder
-from paceline.data.token_files import DOCUMENTS, FORMAT, META, TOKENIZER, TOKENS
+from paceline.data.token_files import DOCUMENTS, FORMAT, META, TOKENIZER, TOKENS, count_tokens
 from paceline.errors import DataError
 from paceline.files import reason, replaced, write_whole
 
@@ -68,7 +68,7 @@ def pack_tokens(
     """
     start = time.perf_counter()
     tokenizer, content = _load_tokenizer(tokenizer_file)
-    vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    vocabulary = count_tokens(tokenizer)
     end_token, end_id = _find_end_token(tokenizer, end_token, tokenizer_file)
     dtype = "uint16" if vocabulary <= 2**16 else "uint32"
     pieces = _find_pieces(sources)

@@ -1,7 +1,7 @@
 """BigEarthNet-S2 v1 or v2 (reBEN): several labels for each Sentinel-2 image. --set folder=PATH."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from paceline import SampleRng, Task
 from paceline.data import transforms
 from paceline.errors import TaskError
 from paceline.metrics import Accumulator, MeanAveragePrecision, MultilabelF1
-from paceline.tasks.bigearthnet_files import CLASSES, BigEarthNetImages, open_patches
+from paceline.tasks.bigearthnet_files import BigEarthNetImages, open_patches
 from paceline.tasks.image_models import build_image_model
 
 # Mean and standard deviation of each band over BigEarthNet-S2, as published with its models:
@@ -32,24 +32,25 @@ BANDS = {
 
 
 class BigEarthNet(Task):
-    """Which of 19 kinds of land an image shows, by a ResNet-50 on the bands of 10 m and 20 m.
+    """Which of 19 or 43 kinds of land an image shows, by a ResNet-50 on the bands of 10 m and 20 m.
 
     The splits are those of the data: the column `split` of v2, which is geographic, or the lists of v1.
     """
 
     folder: str  # of metadata.parquet and a .lmdb, or of the patches and train.csv, val.csv and test.csv
     arch: str = "resnet50"  # resnet18 …, efficientnet_b0 …, timm:NAME
+    labels: Literal[19, 43] = 19  # number of classes; 43 are those of CORINE Land Cover, in v1 only
     size: int = 120  # height and width of the images for the model
     bands: tuple[str, ...] = ("B02", "B03", "B04", "B08", "B05", "B06", "B07", "B8A", "B11", "B12")
 
     def model(self) -> nn.Module:
         if unknown := [band for band in self.bands if band not in BANDS]:
             raise TaskError(f"no band {unknown[0]!r}; available: {', '.join(BANDS)}")
-        return build_image_model(self.arch, len(CLASSES), len(self.bands))
+        return build_image_model(self.arch, self.labels, len(self.bands))
 
     def dataset(self, split: str) -> BigEarthNetImages | None:
-        patches = open_patches(Path(self.folder), split)
-        return None if patches is None else BigEarthNetImages(patches, self.bands, self.size)
+        patches = open_patches(Path(self.folder), split, self.labels)
+        return None if patches is None else BigEarthNetImages(patches, self.bands, self.size, self.labels)
 
     def batch_transform(self, batch: Any, rng: SampleRng) -> Any:
         """Mirror images both ways and turn them: an image from above has no top."""

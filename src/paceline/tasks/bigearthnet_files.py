@@ -3,7 +3,7 @@
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +50,21 @@ WITHOUT_CLASS = {
     *("Dump sites", "Construction sites", "Green urban areas", "Sport and leisure facilities"),
     *("Bare rock", "Burnt areas", "Intertidal flats"),
 }
+# The 43 classes of v1, in the order of their codes in CORINE Land Cover, from 111 to 523
+CLASSES_43 = (
+    *("Continuous urban fabric", "Discontinuous urban fabric", "Industrial or commercial units"),
+    *("Road and rail networks and associated land", "Port areas", "Airports", "Mineral extraction sites"),
+    *("Dump sites", "Construction sites", "Green urban areas", "Sport and leisure facilities"),
+    *("Non-irrigated arable land", "Permanently irrigated land", "Rice fields", "Vineyards"),
+    *("Fruit trees and berry plantations", "Olive groves", "Pastures"),
+    *("Annual crops associated with permanent crops", "Complex cultivation patterns"),
+    "Land principally occupied by agriculture, with significant areas of natural vegetation",
+    *("Agro-forestry areas", "Broad-leaved forest", "Coniferous forest", "Mixed forest"),
+    *("Natural grassland", "Moors and heathland", "Sclerophyllous vegetation"),
+    *("Transitional woodland/shrub", "Beaches, dunes, sands", "Bare rock", "Sparsely vegetated areas"),
+    *("Burnt areas", "Inland marshes", "Peatbogs", "Salt marshes", "Salines", "Intertidal flats"),
+    *("Water courses", "Water bodies", "Coastal lagoons", "Estuaries", "Sea and ocean"),
+)
 NUMBERS = {name: number for number, name in enumerate(CLASSES)}
 NUMBERS_V1 = {name: number for number, names in enumerate(CLASSES.values()) for name in names}
 SPLITS_V1 = {"train": "train.csv", "validation": "val.csv", "test": "test.csv"}
@@ -73,11 +88,16 @@ class PatchesV1:
 
     The lists are train.csv, val.csv and test.csv in FOLDER, with the name of a patch as the first value of
     each line, as published with the data. It requires Pillow. Raises DataError.
+
+    classes: 19, or the 43 of the files.
     """
 
-    def __init__(self, folder: Path, split: str):
+    def __init__(self, folder: Path, split: str, classes: int):
         import_module("PIL")  # missing here, and not in a worker
         self.folder, path = folder, folder / SPLITS_V1[split]
+        is_43 = classes == len(CLASSES_43)
+        self._numbers = {name: at for at, name in enumerate(CLASSES_43)} if is_43 else NUMBERS_V1
+        self._ignored: Collection[str] = () if is_43 else WITHOUT_CLASS
         try:
             lines = path.read_text().splitlines()
         except OSError as error:
@@ -112,13 +132,15 @@ class PatchesV1:
         name = self.names[index]
         path = self.folder / name / f"{name}{LABELS_V1}"
         try:
-            labels = json.loads(path.read_bytes())["labels"]
-            known = [label for label in labels if label not in WITHOUT_CLASS]
-            return [NUMBERS_V1[label] for label in known]
+            labels = [str(label) for label in json.loads(path.read_bytes())["labels"]]
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} has no labels of BigEarthNet: {error!r}") from error
+        known = [label for label in labels if label not in self._ignored]
+        if unknown := [label for label in known if label not in self._numbers]:
+            raise DataError(f"{path} has the label {unknown[0]!r}; expected one of CORINE Land Cover")
+        return [self._numbers[label] for label in known]
 
 
 _databases: dict[Path, Any] = {}  # open in this process; lmdb refuses to open a database twice
@@ -210,11 +232,11 @@ class BigEarthNetImages:
 
     The image has the shape (bands, size, size) with the values of the files as float32. A band of another
     resolution, which is read and not assumed, is resized bilinearly. The labels are 1.0 for each class of the
-    patch, of shape (19,).
+    patch, of shape (classes,).
     """
 
-    def __init__(self, patches: Patches, bands: Sequence[str], size: int):
-        self.patches, self.bands, self.size = patches, bands, size
+    def __init__(self, patches: Patches, bands: Sequence[str], size: int, classes: int):
+        self.patches, self.bands, self.size, self.classes = patches, bands, size, classes
 
     def __len__(self) -> int:
         return len(self.patches)
@@ -228,20 +250,24 @@ class BigEarthNetImages:
                 )
         size = (self.size, self.size)
         image = torch.cat([transforms.resize(tensor[None, None].float(), size)[0] for tensor in tensors])
-        labels = torch.zeros(len(CLASSES))
+        labels = torch.zeros(self.classes)
         labels[self.patches.read_labels(index)] = 1.0
         return image, labels
 
 
-def open_patches(folder: Path, split: str) -> Patches | None:
-    """Return the patches of a split, or None if there is no such split. Raises DataError and TaskError."""
+def open_patches(folder: Path, split: str, classes: int) -> Patches | None:
+    """Return the patches of a split, or None if there is no such split. Raises DataError and TaskError.
+
+    classes: 19 or 43.
+    """
     if split not in SPLITS_V1:
         return None
     if not folder.is_dir():
         raise DataError(f"no such folder: {folder}; specify the folder of BigEarthNet: --set folder=PATH")
+    has_v2 = (folder / "metadata.parquet").exists()
+    if has_v2 and classes != len(CLASSES):
+        raise TaskError(f"{folder} has BigEarthNet v2, whose labels are 19 classes; use --set labels=19")
     try:
-        return (
-            PatchesV2(folder, split) if (folder / "metadata.parquet").exists() else PatchesV1(folder, split)
-        )
+        return PatchesV2(folder, split) if has_v2 else PatchesV1(folder, split, classes)
     except ImportError as error:
         raise TaskError(f"BigEarthNet requires {error.name}: pip install 'paceline[bigearthnet]'") from error

@@ -1,6 +1,7 @@
 """Classification of images in class folders, as files or packed: --set folder=PATH."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline import SampleRng, Task
 from paceline.data import Folder, transforms
+from paceline.data.folder import list_classes
 from paceline.errors import DataError
 from paceline.tasks.image_models import build_image_model
 
@@ -33,24 +35,22 @@ class ImageFolder(Task):
     def model(self) -> nn.Module:
         return build_image_model(self.arch, len(self.classes))
 
-    @property
+    @cached_property
     def classes(self) -> list[str]:
-        """The names of the folders of the training split."""
-        try:
-            return sorted(path.name for path in self._find("train").iterdir() if path.is_dir())
-        except OSError as error:
-            raise DataError(f"cannot read {self._find('train')}: {error.strerror}") from error
+        """The names of the class folders of the training split."""
+        found = list_classes(self._find("train"))
+        if not found:
+            problem = "no such folder: " if found is None else "there are no class folders in "
+            raise DataError(f"{problem}{self._find('train')}; specify the folder of train: --set folder=PATH")
+        return found
 
     def _find(self, split: str) -> Path:
-        names = SPLITS.get(split, (split,))
-        return next(
-            (path for name in names if (path := Path(self.folder) / name).is_dir()),
-            Path(self.folder, names[-1]),
-        )
+        paths = [Path(self.folder) / name for name in SPLITS.get(split, (split,))]
+        return next((path for path in paths if list_classes(path) is not None), paths[-1])
 
     def dataset(self, split: str) -> Folder | None:
         folder = self._find(split)
-        if split != "train" and not folder.is_dir():
+        if split != "train" and list_classes(folder) is None:
             return None
         return Folder(folder, classes=self.classes)
 

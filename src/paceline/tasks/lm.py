@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from paceline import Layout, Task
 from paceline.data.packing import PackedDocuments
+from paceline.data.token_files import count_tokens
 from paceline.data.tokens import TokenFile, Tokens
 from paceline.errors import DataError, TaskError
 from paceline.tasks.decoder import Decoder
@@ -33,19 +34,31 @@ def read_documents(file: str | None, tokenizer: str | None) -> list[Tensor]:
     """
     content = bytes(read(file).numpy())
     try:
-        texts = content.decode().splitlines()
-        if file is not None and file.endswith(".jsonl"):
-            texts = [json.loads(text)["text"] for text in texts if text.strip()]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{file} has a document that cannot be read ({error!r}); expected UTF-8 text, or JSON lines with"
-            ' the key "text"'
-        ) from error
-    texts = [text for text in texts if text.strip()]
+        texts = content.decode().split("\n")  # not splitlines: a text in JSON may contain other separators
+    except ValueError as error:
+        raise DataError(f"{file} is not UTF-8: {error}; convert it") from error
+    if file is not None and file.endswith(".jsonl"):
+        texts = [_read_text(file, number, line) for number, line in enumerate(texts, 1) if line.strip()]
+    texts = [text.rstrip("\r") for text in texts if text.strip()]
     if tokenizer is None:
         return [torch.tensor([END, *text.encode()]) for text in texts]
     encodings = load_tokenizer(tokenizer).encode_batch(texts)
     return [torch.from_numpy(np.array(encoding.ids, dtype=np.int64)) for encoding in encodings]
+
+
+def _read_text(file: str, number: int, line: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except ValueError as error:
+        raise DataError(f"{file}, line {number}: not JSON: {error}") from error
+    except (KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise DataError(
+            f'{file}, line {number}: expected an object with the key "text"; for another key, use paceline'
+            " pack --field"
+        )
+    return text
 
 
 @lru_cache
@@ -64,7 +77,12 @@ def load_tokenizer(path: str) -> Any:
 
 
 class DocumentWindows(Tokens):
-    """Windows of tokens in the form of packed documents: each window is one document."""
+    """Windows of tokens in the form of packed documents: each window is one document.
+
+    limit: number of tokens of the model, if the file does not say how many it has.
+    """
+
+    limit: int | None = None
 
     def __getitem__(self, index: int) -> Any:
         return self._describe(*super().__getitem__(index))
@@ -74,6 +92,11 @@ class DocumentWindows(Tokens):
         return self._describe(*super().decode_raw(index, content))
 
     def _describe(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        if self.limit is not None and (largest := max(int(tokens.max()), int(targets.max()))) >= self.limit:
+            raise DataError(
+                f"{self.file.path} has the token {largest}, but vocabulary={self.limit}; use at least"
+                f" --set vocabulary={largest + 1}"
+            )
         documents, positions = torch.zeros(len(tokens), dtype=torch.int64), torch.arange(len(tokens))
         return {"tokens": tokens, "targets": targets, "documents": documents, "positions": positions}
 
@@ -118,7 +141,7 @@ class Lm(Task):
     def _count_tokens(self) -> int | None:
         if self._has_tokens():
             return TokenFile(str(self.file), self.dtype).vocabulary
-        return BYTES + 1 if self.tokenizer is None else load_tokenizer(self.tokenizer).get_vocab_size()
+        return BYTES + 1 if self.tokenizer is None else count_tokens(load_tokenizer(self.tokenizer))
 
     def _has_tokens(self) -> bool:
         return self.file is not None and (self.dtype is not None or Path(self.file).is_dir())
@@ -131,13 +154,20 @@ class Lm(Task):
             if self.tokenizer is not None:
                 raise TaskError(f"{self.file} has tokens already; leave out tokenizer={self.tokenizer!r}")
             part = (TRAINING_SHARE, 1.0) if split == "validation" else (0.0, TRAINING_SHARE)
-            return DocumentWindows(str(self.file), self.context, part, self.dtype)
+            windows = DocumentWindows(str(self.file), self.context, part, self.dtype)
+            windows.limit = self.vocabulary if windows.vocabulary is None else None
+            return windows
         documents = read_documents(self.file, self.tokenizer)
         chosen = [
             document
             for number, document in enumerate(documents)
             if (number % EVERY == 0) == (split == "validation")
         ]
+        if not chosen:
+            raise DataError(
+                f"{self.file} has {len(documents)} document{'s' * (len(documents) != 1)}, too few: one of"
+                f" {EVERY} is for validation; each line is one"
+            )
         return PackedDocuments(chosen, self.context)
 
     def inputs(self, batch: Any) -> tuple[Tensor, ...]:
