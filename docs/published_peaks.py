@@ -6,6 +6,7 @@ With --check, only report whether the page is current.
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from textwrap import fill
 
 from paceline.cluster.facts import DTYPES
 from paceline.cluster.published import Chip, PublishedRow, sheets
@@ -24,7 +25,9 @@ def build_tables() -> str:
         ["`--cluster`", "device", "chip", "memory", "GB/s of it", "GB/s in a node", "W"],
         [_device(*item) for item in sheets().items()],
     )
-    return f"{peaks}\n{devices}\n" + "".join(f"- {source}\n" for source in sources)
+    return f"{peaks}\n{devices}\n" + "".join(
+        fill(f"- {source}", 100, subsequent_indent="  ", break_on_hyphens=False) + "\n" for source in sources
+    )
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -48,7 +51,7 @@ def _device(name: str, sheet: PublishedRow) -> list[str]:
         f"{sheet.memory_GB:g} GB",
         f"{sheet.memory_GBps:,g}",
         link,
-        f"{sheet.power_W:g}",
+        f"{sheet.power_W:g}" if sheet.power_W is not None else "",
     ]
 
 

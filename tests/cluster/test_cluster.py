@@ -198,10 +198,10 @@ def test_every_published_device_is_plausible(name):
     )
     assert all(peak == pytest.approx(2 * dense[dtype], rel=2e-3) for dtype, peak in sparse.items())
     assert all(peak <= dense[dtype] for dtype, peak in vector.items())
-    assert all(dense[dtype] == dense["fp16"] for dtype in {"bf16"} & {*dense})
-    assert all(
-        dense[dtype] == pytest.approx(2 * dense["fp16"], rel=2e-3) for dtype in {"fp8", "fp6"} & {*dense}
-    )
+    assert all(dense[dtype] == dense.get("fp16", dense[dtype]) for dtype in {"bf16"} & {*dense})
+    if device.kind in ("cuda", "rocm"):  # in Trainium, 8 bits are not twice as fast as 16
+        assert "fp8" not in dense or dense["fp8"] == pytest.approx(2 * dense["fp16"], rel=2e-3)
+    assert dense.get("fp6") in (None, dense.get("fp8"), dense.get("fp4"))
     assert sheet.driver
     assert all(find_published_name(driver) == name for driver in sheet.driver)
 
@@ -247,13 +247,13 @@ def test_short_form_of_a_cluster():
             "a100 has several variants; specify one of a100-40g, a100-80g, a100-pcie-40g, a100-pcie-80g",
         ),
         (
-            "h20:8",
-            "h20 is not in the table of published devices (a cluster.json can describe it); did you "
+            "hh200:8",
+            "hh200 is not in the table of published devices (a cluster.json can describe it); did you "
             "mean h200",
         ),
         (
-            "rtx5090",
-            "rtx5090 is not in the table of published devices (a cluster.json can describe it); "
+            "abacus",
+            "abacus is not in the table of published devices (a cluster.json can describe it); "
             "available: v100-16g, ",
         ),
         (

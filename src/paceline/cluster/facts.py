@@ -51,7 +51,7 @@ class Device(Value):
     A device without published peaks has none here; the rates that it reaches are in `Cluster.rates`.
 
     name           the manufacturer's name
-    kind           "cuda", "rocm", "mps" or "cpu"
+    kind           "cuda", "rocm", "mps", "cpu", or "tpu" and "neuron", which can be planned only
     memory_bytes   memory of the device
     peaks_flops    peak FLOP/s (int8: operations/s) of dense matrix products, on tensor or matrix cores
     sparse_flops   the same with 2:4 sparsity
@@ -65,7 +65,7 @@ class Device(Value):
     """
 
     name: str
-    kind: Literal["cuda", "rocm", "mps", "cpu"] = "cuda"
+    kind: Literal["cuda", "rocm", "mps", "cpu", "tpu", "neuron"] = "cuda"
     memory_bytes: Positive
     peaks_flops: dict[Dtype, Positive] = Field({})
     sparse_flops: dict[Dtype, Positive] = Field({})

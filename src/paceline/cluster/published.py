@@ -39,8 +39,8 @@ class PublishedRow:
     source: str
     memory_GB: float
     memory_GBps: float
-    power_W: float
-    kind: Literal["cuda", "rocm"] = "cuda"
+    power_W: float | None = None
+    kind: Literal["cuda", "rocm", "tpu", "neuron"] = "cuda"
     driver: tuple[str, ...] = ()
     link: str | None = None
     link_GBps: float | None = None
@@ -59,7 +59,7 @@ class PublishedRow:
             memory_Bps=_fact(self.memory_GBps * 1e9, self.source),
             to_device_Bps=host,
             to_host_Bps=host,
-            power_W=_fact(self.power_W, self.source),
+            power_W=_fact(self.power_W, self.source) if self.power_W is not None else None,
         )
 
     def links(self) -> tuple[Link, ...]:

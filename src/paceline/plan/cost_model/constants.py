@@ -88,6 +88,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "H100": HOPPER,
     "H800": HOPPER,
     "H200": HOPPER,
+    "H20": HOPPER,
     "GH200": replace(HOPPER, W_for_flops=0.0),  # it may draw more, together with its processor
     "B200": BLACKWELL,
     "B300": BLACKWELL,
