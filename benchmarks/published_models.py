@@ -6,10 +6,11 @@ from functools import cache
 
 from paceline.plan.model.library import list_transformers, load_transformer
 from paceline.plan.model.transformer import Transformer
-from published_cells import NotPredictable, whole_number
+from published_cells import NotPredictable, find_number, whole_number
 
 # If a row has no vocabulary: n_params of the four zero-bubble models allow 28 to 34 thousand.
 DEFAULT_VOCAB = 32000
+ASPECT, HEAD_WIDTH = 100, 128  # of usual decoders: width over depth, and width of a head
 LORA_RANK = 16  # of NVIDIA's recipes; the cost hardly depends on it
 # NVIDIA's recipes for fine-tuning pack questions and answers of SQuAD, about 256 tokens each, into sequences.
 FINE_TUNING_WINDOW = 128
@@ -44,6 +45,7 @@ def build_model(row: Mapping[str, str], fused: bool) -> Transformer:
         if base.dense_layers >= changes.get("layers", base.layers):
             changes["dense_layers"] = 0
         return load_transformer(known, **changes)
+    given = _guess_sizes(row, given)
     if missing := [key for key in ("layers", "hidden", "heads") if key not in given] + ["seq_len"] * (
         not seq
     ):
@@ -54,6 +56,25 @@ def build_model(row: Mapping[str, str], fused: bool) -> Transformer:
     return Transformer(
         **_guess_kind(row, given) | given | changes | _shared(row, given), dropout=_drops(row, given, fused)
     )
+
+
+def _guess_sizes(row: Mapping[str, str], given: dict[str, int]) -> dict[str, int]:
+    """Return the sizes with those of a usual decoder of as many parameters, if the row has only these.
+
+    Usual decoders are about 100 times as wide as deep, and have 12 · layers · width² parameters.
+    """
+    sizes = dict(given)
+    params = find_number(row["n_params"])
+    if params is None and (match := re.search(r"(\d+(?:\.\d+)?)\s*([bm])\b", row["model"].lower())):
+        params = float(match[1]) * {"b": 1e9, "m": 1e6}[match[2]]
+    if params is None or ("layers" in sizes and "hidden" in sizes and "heads" in sizes):
+        return sizes
+    if "hidden" not in sizes:
+        layers = sizes.get("layers") or max(1, round((params / (12 * ASPECT**2)) ** (1 / 3)))
+        sizes["hidden"] = max(1, round((params / (12 * layers)) ** 0.5 / HEAD_WIDTH)) * HEAD_WIDTH
+    sizes.setdefault("layers", max(1, round(params / (12 * sizes["hidden"] ** 2))))
+    sizes.setdefault("heads", max(1, sizes["hidden"] // HEAD_WIDTH))
+    return sizes
 
 
 def _guess_kind(row: Mapping[str, str], given: Mapping[str, int]) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import csv
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,8 @@ from paceline.plan.cost_model.work_split import WorkSplit
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.model.transformer import Transformer
 from paceline.spec import describe_error
-from published_cells import NotPredictable, read_float, read_int
+from published_cells import NotPredictable, find_number, read_float, read_int
+from published_devices import find_rates, strip_maker, with_published_device
 from published_models import build_model
 from published_splits import find_splits
 from published_systems import find_recipe
@@ -134,10 +136,11 @@ def _mix(none: Sequence[CostPart], full: Sequence[CostPart], share: float) -> tu
 def read(path: Path) -> Iterator[Row | tuple[str, str]]:
     """Yield rows; for a row that cannot be predicted, its id and the reason."""
     with path.open(newline="") as lines:
-        for cells in csv.DictReader(lines):
-            row = {key: (value or "").strip() for key, value in cells.items() if key}
+        for number, cells in enumerate(csv.DictReader(lines)):
+            row = defaultdict(str, {key: value.strip() for key, value in cells.items() if key and value})
+            row["row_id"] = row["row_id"] or f"{path.stem}#{number}"
             try:
-                yield _parse_row(row)
+                yield _parse_row(with_published_device(row))
             except NotPredictable as reason:
                 yield row["row_id"], str(reason)
             except ValidationError as error:
@@ -173,20 +176,21 @@ def _model(row: Mapping[str, str], recipe: Recipe) -> Transformer:
 
 
 def _cluster(row: Mapping[str, str]) -> Cluster:
-    kind = row["gpu_type"].upper().removeprefix("NVIDIA ").removeprefix("TESLA ")
+    kind = strip_maker(row["gpu_type"])
     name = f"{kind.split('-')[0]}-{row['gpu_mem_GB']}"
-    rates = next((DEVICES[key] for key in DEVICES if name.startswith(key)), None)
+    rates = next((DEVICES[key] for key in DEVICES if name.startswith(key)), None) or find_rates(row)
     if rates is None:
         raise NotPredictable(f"memory bandwidth and links of {row['gpu_type']} are unknown")
     memory, node, across = rates
     peak = read_float(row, "peak_TFLOPs_bf16") * 1e12
-    nic = float(row["internode_GBps"]) if row["internode_GBps"] else across
+    nic = find_number(row["internode_GBps"]) or across
     peaks = {"bf16": peak, "fp16": peak} | (
         {"fp8": 2 * peak} if not kind.startswith(("A100", "V100")) else {}
     )
     if kind.startswith(("B2", "B3", "GB2", "GB3")):
         peaks["fp4"] = 4 * peak
-    ranks, per_node = read_int(row, "n_gpus"), read_int(row, "gpus_per_node", 8)
+    ranks = read_int(row, "n_gpus")
+    per_node = min(ranks, read_int(row, "gpus_per_node", 8))
     if kind.startswith(("GB200", "GB300")):  # NVLink connects the nodes of a rack
         per_node = min(NVLINK_RACK, ranks)
     return Cluster(
@@ -208,14 +212,13 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
 
 
 def _step_s(row: Mapping[str, str], m: Transformer, split: WorkSplit, tokens: int) -> float | None:
-    if row["measured_step_time_s"]:
-        return float(row["measured_step_time_s"])
-    if row["tokens_per_s_per_gpu"]:
-        return tokens / (float(row["tokens_per_s_per_gpu"]) * split.ranks)
-    if row["measured_TFLOPs_per_gpu"]:
-        return _flops(row, m) * split.batch / (float(row["measured_TFLOPs_per_gpu"]) * 1e12 * split.ranks)
-    if row["MFU"]:
-        share = read_float(row, "MFU")
+    if step_s := find_number(row["measured_step_time_s"]):
+        return step_s
+    if tokens_per_s := find_number(row["tokens_per_s_per_gpu"]):
+        return tokens / (tokens_per_s * split.ranks)
+    if rate := find_number(row["measured_TFLOPs_per_gpu"]):
+        return _flops(row, m) * split.batch / (rate * 1e12 * split.ranks)
+    if share := find_number(row["MFU"]):
         share /= 100 if share > 1 else 1
         return (
             _flops(row, m) * split.batch / (share * read_float(row, "peak_TFLOPs_bf16") * 1e12 * split.ranks)
@@ -229,7 +232,7 @@ def _flops(row: Mapping[str, str], m: Transformer) -> float:
     if "hardware" in convention:  # arXiv 2104.04473, equation 3
         return 96 * s * layers * h**2 * (1 + s / (6 * h) + m.vocab / (16 * layers * h))
     if "2N*S" in convention:  # llm-foundry
-        return 3 * (2 * float(row["n_params"]) * s + layers * 4 * h * s**2)
+        return 3 * (2 * read_float(row, "n_params") * s + layers * 4 * h * s**2)
     return m.facts().training_flops
 
 
@@ -239,6 +242,6 @@ def _memory_tool(row: Mapping[str, str]) -> str:
 
 
 def _memory_bytes(row: Mapping[str, str]) -> float | None:
-    if not row["peak_memory_GB"]:
+    if (peak := find_number(row["peak_memory_GB"])) is None:
         return None
-    return float(row["peak_memory_GB"]) * (2**30 if "gib" in row["notes"].lower() else 1e9)
+    return peak * (2**30 if "gib" in row["notes"].lower() else 1e9)

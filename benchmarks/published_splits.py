@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import product
+from math import gcd
 
 from paceline.plan.cost_model.work_split import WorkSplit
 from paceline.plan.model.transformer import Transformer
@@ -58,6 +59,8 @@ def _splits_of(row: Mapping[str, str], model: Transformer, tp: int, pp: int) -> 
         zero = 3
     rank_samples = batch // dp
     given = read_int(row, "micro_batch", 0)
+    if given:  # a batch that is not a multiple of it ends with smaller micro-batches
+        given = gcd(given, rank_samples)
     micro_batches = [given] if given else [b for b in (1, 2, 4, 8) if rank_samples % b == 0]
     if zero == 3 and pp > 1:
         zero = 2
@@ -91,7 +94,7 @@ def _stages(row: Mapping[str, str], model: Transformer, pp: int) -> list[int]:
     text, stage_layers = row.get("vp", ""), model.layers // pp
     if text.startswith("max"):
         return [-(-model.layers // pp)]
-    if text.isdigit():
-        return [int(text)]
+    if stages := whole_number(text):
+        return [stages]
     unspecified = row["micro_batch"] == "" and pp > 1
     return [v for v in range(1, stage_layers + 1) if stage_layers % v == 0] if unspecified else [1]

@@ -18,9 +18,15 @@ from paceline.plan.cost_model.framework_profiles import (
     NEMO,
     Recipe,
 )
-from published_cells import whole_number
+from published_cells import find_number, whole_number
+from published_devices import is_recent
 
-LOW = {"nvfp4": "fp4", "mxfp8": "mxfp8", "fp8": "fp8"}
+# Names of low precisions, the most specific first; a name of several words may have any separators.
+LOW = (
+    (r"(nv|mx)?fp-?4|nvf4|mxf4|e2m1|float4", "fp4"),
+    (r"mx-?fp-?8|fp-?8-?mx\w*|mxf8", "mxfp8"),
+    (r"fp-?8|float-?8|e4m3|e5m2", "fp8"),
+)
 
 
 def find_recipe(row: Mapping[str, str]) -> Recipe:
@@ -49,9 +55,7 @@ def find_recipe(row: Mapping[str, str]) -> Recipe:
         recipe = MEGATRON_DEEPSPEED
     elif "simumax" in text:
         recipe = MEGATRON_PLAIN
-    elif row["gpu_type"].startswith(("H", "B", "GH", "GB", "MI")) or re.search(
-        r"\bm?core\b|nemo\b|flash|transformer.?engine|mlperf", text
-    ):
+    elif is_recent(row["gpu_type"]) or re.search(r"\bm?core\b|nemo\b|flash|transformer.?engine|mlperf", text):
         recipe = MEGATRON_CORE
     else:
         recipe = replace(MEGATRON, sequence="2205.05198" in text and row["recompute"].startswith("selective"))
@@ -63,14 +67,18 @@ def find_recipe(row: Mapping[str, str]) -> Recipe:
     # torchtitan keeps the weights and gradients of a stage unsharded during a step.
     if recipe.name.startswith("fsdp") and whole_number(row["pp"]) > 1:
         recipe = replace(recipe, whole_gradients=True)
-    precision = row["precision"].lower()
-    # Products with row-wise scaling were not faster than bf16 in 2025.
-    if dtype := next((name for name in LOW if name in precision and "rowwise" not in precision), None):
-        recipe = replace(
-            recipe, dtype=LOW[dtype], gather=1.0 if recipe.name.startswith("fsdp") else recipe.gather
-        )
+    if dtype := find_low_precision(row["precision"]):
+        recipe = replace(recipe, dtype=dtype, gather=1.0 if recipe.name.startswith("fsdp") else recipe.gather)
     if "zero bubble" in text:
         recipe = replace(recipe, gradient=2.0, scatter=False, sequence=False)
     if "<=18b" in text:  # according to the notes of Narayanan et al.
-        recipe = replace(recipe, overlaps_data=float(row["n_params"]) <= 1.9e10)
+        recipe = replace(recipe, overlaps_data=(find_number(row["n_params"]) or 0.0) <= 1.9e10)
     return recipe
+
+
+def find_low_precision(text: str) -> str | None:
+    """Return the data type of products in 8 or 4 bits that a cell names, or None for 16 bits."""
+    plain = re.sub(r"[\s_/.]+", "-", text.lower())
+    if re.search(r"row-?wise", plain):  # products with row-wise scaling were not faster than bf16 in 2025
+        return None
+    return next((dtype for pattern, dtype in LOW if re.search(pattern, plain)), None)

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "published.py"
 def test_measurements_file(tmp_path):
     rows = [
         ROW,
-        ROW | {"row_id": "mine#2", "hidden": ""},
+        ROW | {"row_id": "mine#2", "hidden": "", "n_params": "", "model": "GPT"},
         ROW | {"row_id": "mine#3", "ep": "8"},
         ROW | {"row_id": "mine#4", "gpu_type": "abacus"},
         ROW | {"row_id": "mine#6", "kv_heads": "5"},

@@ -1,0 +1,86 @@
+"""Rows that nobody prepared: other names of models, devices and precisions, and cells that are missing."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from published_row import ROW
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "published.py"
+BASE = {"seq_len": "4096", "gpu_type": "H100-80GB-SXM", "n_gpus": "64", "global_batch": "256"}
+LLAMA = {"model": "Llama 3 8B"}
+# name: (cells, parameters × 10⁹ that a token uses, 10¹² FLOP/s of the devices together)
+CASES: dict[str, tuple[dict[str, str], float, float]] = {
+    "hf id": ({"model": "meta-llama/Llama-3.1-70B-Instruct"}, 70.6, 64 * 989),
+    "hf id with base": ({"model": "meta-llama/Meta-Llama-3-8B"}, 8.0, 64 * 989),
+    "experts, quantized": ({"model": "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8"}, 3.3, 64 * 989),
+    "experts with ep": ({"model": "mistralai/Mixtral-8x7B-Instruct-v0.1", "ep": "8"}, 12.9, 64 * 989),
+    "unknown model": ({"model": "Phantom-13B", "n_params": "1.3e10"}, 13, 64 * 989),
+    "unknown model, name only": ({"model": "Phantom 7B chat"}, 7, 64 * 989),
+    "H200": (LLAMA | {"gpu_type": "NVIDIA H200"}, 8.0, 64 * 989),
+    "GB300": (LLAMA | {"gpu_type": "GB300"}, 8.0, 64 * 2500),
+    "B300": (LLAMA | {"gpu_type": "HGX B300"}, 8.0, 64 * 2250),
+    "MI300X": (LLAMA | {"gpu_type": "AMD Instinct MI300X"}, 8.0, 64 * 1307),
+    "MI355X": (LLAMA | {"gpu_type": "MI355X"}, 8.0, 64 * 2516),
+    "L40S": (LLAMA | {"gpu_type": "L40S"}, 8.0, 64 * 366),
+    "A10G": (LLAMA | {"gpu_type": "A10G", "gpu_mem_GB": "24"}, 8.0, 64 * 125),
+    "TPU": (LLAMA | {"gpu_type": "TPU v5p"}, 8.0, 64 * 459),
+    "fp8 current scaling": (LLAMA | {"precision": "FP8-CS"}, 8.0, 64 * 2 * 989),
+    "fp8 blockwise": (LLAMA | {"precision": "fp8_blockwise"}, 8.0, 64 * 2 * 989),
+    "mx": (LLAMA | {"precision": "FP8_MX", "gpu_type": "B200"}, 8.0, 64 * 4500),
+    "fp4": (LLAMA | {"precision": "NVFP4", "gpu_type": "GB200"}, 8.0, 64 * 10000),
+    "mixed": (LLAMA | {"precision": "bfloat16-mixed"}, 8.0, 64 * 989),
+    "axes": (LLAMA | {"tp": "2", "pp": "2", "cp": "2", "vp": "4", "micro_batch": "1"}, 8.0, 64 * 989),
+    "uneven micro-batch": (LLAMA | {"micro_batch": "3"}, 8.0, 64 * 989),
+    "words": (
+        LLAMA | {"MFU": "45 %", "peak_memory_GB": "n/a", "measured_step_time_s": "-", "vp": "None"},
+        8.0,
+        64 * 989,
+    ),
+    "numbers with separators": (LLAMA | {"global_batch": "1,024"}, 8.0, 64 * 989),
+}
+
+
+def predict(rows: list[dict[str, str]], columns: list[str], at: Path) -> dict[str, dict[str, float]]:
+    with (at / "mine.csv").open("w", newline="") as lines:
+        writer = csv.DictWriter(lines, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    command = [sys.executable, str(SCRIPT), str(at / "mine.csv"), "--json", str(at / "out.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {row["row_id"]: row for row in json.loads((at / "out.json").read_text())}
+
+
+@pytest.mark.parametrize("columns", ["all", "few"])
+def test_invented_rows_are_priced(columns: str, tmp_path: Path) -> None:
+    """Every row is priced, at a plausible share of the peak. few: the file has no other columns."""
+    rows = [BASE | cells | {"row_id": name} for name, (cells, _, _) in CASES.items()]
+    names = list(ROW) if columns == "all" else sorted({key for row in rows for key in row})
+    found = predict(rows, names, tmp_path)
+    assert set(found) == set(CASES)
+    for name, (cells, params, peak) in CASES.items():
+        batch = int(cells.get("global_batch", "256").replace(",", ""))
+        ideal_s = 6 * params * 1e9 * 4096 * batch / (peak * 1e12)
+        share = ideal_s / found[name]["predicted_step_time_s"]
+        assert 0.03 < share < 0.75, (name, share)
+
+
+def test_low_precision_and_device_change_the_time(tmp_path: Path) -> None:
+    """Negative control: names that are only spelled differently must have the same time, others not."""
+    kinds = {
+        "a": {"precision": "bf16"},
+        "b": {"precision": "BF16-mixed"},
+        "c": {"precision": "fp8"},
+        "d": {"precision": "FP8-CS"},
+        "e": {"gpu_type": "NVIDIA H100 80GB HBM3"},
+    }
+    rows = [BASE | LLAMA | cells | {"row_id": name} for name, cells in kinds.items()]
+    found = predict(rows, list(ROW), tmp_path)
+    time = {name: row["predicted_step_time_s"] for name, row in found.items()}
+    assert time["a"] == time["b"] == time["e"]
+    assert time["c"] == time["d"] < 0.9 * time["a"]
