@@ -587,3 +587,32 @@ def test_status_and_cancel_of_a_local_training(tmp_path):
         in paceline("logs", "runs/a", "--rank", "7", at=tmp_path).err
     )
     assert succeed("logs", "runs/a", "--rank", "1", at=tmp_path, program=PACELINE).out == "output of rank 1\n"
+
+
+def test_scale_asks_the_queue(slurm: Slurm, tmp_path: Path) -> None:
+    """One of two nodes is busy for an hour: a training on both finishes after a slower one on one node."""
+    (tmp_path / "site.toml").write_text('sbatch = ["--exclusive"]\n')
+    words = ("scale", "--model", "gpt2", "--cluster", "a100-40g:4x2", "--batch", "64", "--ranks", "4,8,16")
+    words = (*words, "--tokens", "2e8", "--json", "a.json")
+    blocker = slurm.run(
+        "sbatch", "--parsable", "-N1", "--exclusive", "-t60", "-o/dev/null", "--wrap", "sleep 600"
+    ).strip()
+    slurm.wait_for_state(blocker, "RUNNING")
+    try:
+        done = succeed(*words, "--queue", at=tmp_path, **slurm.env)
+        rows = {row["ranks"]: row for row in json.loads((tmp_path / "a.json").read_text())["queue"]}
+        assert rows[4]["wait_s"] < 60
+        assert 3000 < rows[8]["wait_s"] <= 3600
+        assert rows[8]["run_s"] < rows[4]["run_s"]
+        assert rows[4]["finish_s"] < rows[8]["finish_s"]
+        assert rows[16]["refused"]
+        assert "earliest: 4 ranks on 1 node" in done.out
+        assert "16 ranks: Slurm refuses the job: " in done.out
+    finally:
+        slurm.run("scancel", blocker)
+    slurm.wait_for_state(blocker, "CANCELLED")
+    succeed(*words, "--queue", at=tmp_path, **slurm.env)
+    rows = {row["ranks"]: row for row in json.loads((tmp_path / "a.json").read_text())["queue"]}
+    assert rows[8]["finish_s"] < rows[4]["finish_s"]  # negative control: both nodes are free
+    succeed(*words, at=tmp_path, **slurm.env)
+    assert "queue" not in json.loads((tmp_path / "a.json").read_text())

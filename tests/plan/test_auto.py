@@ -124,7 +124,7 @@ def test_micro_batches_are_not_chosen_with_batch_norm(
         best = choosing.find_best_plans(choosing.describe(spec, task), machine(), 24, ranks=2)
         plans = [(plan, cost) for plan, cost in best.plans if plan.recompute == "none"]
         can = [
-            plan.resolve(2).microbatches for plan, _ in choosing._find_trainable(plans, spec, task, 2, found)
+            plan.resolve(2).microbatches for plan, _ in choosing.find_trainable(plans, spec, task, 2, found)
         ]
         assert (max(microbatches or 1 for microbatches in can) > 1) is not norm
         assert any("BatchNorm" in why for why in found) is norm

@@ -154,7 +154,7 @@ def test_task_on_this_machine(tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         (("plan", "--model", "lama3-8b", "--batch", "8"), "did you mean llama3-8b?"),
-        (("plan", "--model", "gpt2", "--batch", "8", "--cluster", "h20:8"), "did you mean h200?"),
+        (("plan", "--model", "gpt2", "--batch", "8", "--cluster", "hh200:8"), "did you mean h200?"),
         (("plan", "--model", "gpt2", "--cluster", "h100:8"), "add --batch"),
         (("plan",), "name a task, or a model with --model"),
         ((*GPT, "--plan", "tp=3"), "tp=3"),
@@ -175,7 +175,7 @@ def test_task_on_this_machine(tmp_path: Path) -> None:
             ("plan", "--model", "resnet50", "--batch", "8", "--cluster", "h100:8", "--plan", "tp=2"),
             "leave tp out",
         ),
-        ((*GPT, "--measure"), "--measure requires a task to run"),
+        ((*GPT, "--measure-compute"), "--measure-compute requires a task to run"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:
@@ -216,8 +216,8 @@ def test_measure_runs_model_that_cannot_be_described(tmp_path: Path) -> None:
     refused = paceline(*words, at=tmp_path)
     assert refused.status == 2
     assert "Choice cannot be described: 0 fails without values" in refused.err
-    assert "--measure" in refused.err
-    succeed(*words, "--measure", at=tmp_path)
+    assert "--measure-compute" in refused.err
+    succeed(*words, "--measure-compute", at=tmp_path)
     figures = json.loads((tmp_path / "found.json").read_text())
     assert (figures["source"], figures["parameters"]) == ("measured", 30)
     assert 0 < figures["plans"][0]["step_s"] < 10

@@ -101,7 +101,7 @@ def test_suggested_measurement_is_of_part_with_largest_error(of_gpus):
     of_cpu = find_best_plans(GPT, CPU, 4, ranks=2)
     assert (
         advice(of_cpu, "products", "my.py:Net")
-        == "paceline plan my.py:Net --measure, or paceline bench --task my.py:Net"
+        == "paceline plan my.py:Net --measure-compute, or paceline bench --task my.py:Net"
     )
     assert advice(of_cpu, "data parallel", "my.py:Net") == "paceline bench --task my.py:Net"
     assert advice(of_cpu, "products") == "paceline bench"
@@ -125,7 +125,7 @@ def test_suggested_measurement_narrows_error_bar():
         if close is None or close.part is None:
             break
         named.append(close.measure.split(" --")[0])
-        if "--measure" in close.measure:
+        if "--measure-compute" in close.measure:
             facts = replace(facts, source="measured")
         elif "bench" in close.measure:
             where = MEASURED_CPU

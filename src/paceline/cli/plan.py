@@ -1,6 +1,6 @@
 """paceline plan: predict which plans fit, how long a step takes, and what a training costs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from paceline.cli.plan_options import PlanQuery
     from paceline.plan.search.best_plans import BestPlans
+    from paceline.plan.search.constraints import Constraint
 
 
 def plan(
@@ -80,18 +81,38 @@ def plan(
         ),
     ] = False,
     measure: Annotated[
-        bool, Option("--measure", help="Run steps of the task in this process to measure its computing time.")
+        int | None,
+        Option(
+            metavar="PLANS",
+            help="Train the task shortly under this many of the best plans, on ranks of this machine; choose "
+            "the fastest, and calibrate predictions.",
+        ),
+    ] = None,
+    measure_compute: Annotated[
+        bool,
+        Option(
+            "--measure-compute", help="Run steps of the task in this process to measure its computing time."
+        ),
     ] = False,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
     """Predict step time, memory and cost of plans, the fastest first.
 
-    Nothing is run, except with --measure.
+    Nothing is run, except with --measure and --measure-compute.
     """
     from paceline.cli.plan_options import check_outputs, check_positive, print_parts, read_prices, read_query
 
-    check_positive(ranks=ranks, top=top, tokens=tokens, price=price, peak=peak, achieved=achieved, co2=co2)
+    check_positive(
+        ranks=ranks,
+        top=top,
+        measure=measure,
+        tokens=tokens,
+        price=price,
+        peak=peak,
+        achieved=achieved,
+        co2=co2,
+    )
     check_positive(**{"interrupted-every": interrupted_every, "save-time": save_time})
     check_outputs(json, plot)
     for option, value in {
@@ -108,7 +129,8 @@ def plan(
     if len(machines) > 1:
         _refuse(
             f"{len(machines)} machines are compared",
-            {"--explain": explain, "--plot": plot, "--measure": measure, "--achieved": achieved},
+            {"--explain": explain, "--plot": plot, "--achieved": achieved}
+            | {"--measure": measure, "--measure-compute": measure_compute},
         )
     if achieved is not None:
         unused: dict[str, object] = {
@@ -120,6 +142,7 @@ def plan(
             "--where": where,
             "--peak": peak,
             "--measure": measure,
+            "--measure-compute": measure_compute,
             "--interrupted-every": interrupted_every,
             "--co2": co2,
         }
@@ -137,8 +160,14 @@ def plan(
     from paceline.plan.search.constraints import parse_constraints
 
     constraints = parse_constraints(where) if where is not None else ()
+    measured = None
+    if measure is not None:
+        if target is None:
+            raise SpecError("--measure requires a task to train, and --model is not one; name a task")
+        _refuse("--measure trains under the best plans", {"--plan": plan, "--peak": peak})
+        measured = _measure(target, measure, ranks, machines[0].cluster, batch, precision, set, constraints)
     clusters = [with_peak(find_cluster(machine.cluster), peak) for machine in machines]
-    measured_on = clusters[0] if measure else None
+    measured_on = clusters[0] if measure_compute else None
     query = read_query(target, model, batch, seq, precision, set, measured_on, lora, system)
     results = []
     for (_, device_price, label), machine in zip(machines, clusters, strict=True):
@@ -156,6 +185,10 @@ def plan(
             others=explain or plot is not None,
             where=constraints,
         )
+        if query.spec is not None and query.task is not None:
+            from paceline.training.auto_plan import drop_refused
+
+            found = drop_refused(found, query.spec, query.task, top)
         interruptions = None
         if interrupted_every is not None:
             interruptions = Interruptions(
@@ -163,7 +196,7 @@ def plan(
             )
         results.append(replace(found, co2_g_per_kWh=co2, interruptions=interruptions))
     notes = _compare_allocation(query, tokens) if compute_optimal else []
-    _show(results, top, target, explain, json, plot)
+    _show(results, top, target, explain, json, plot, measured)
     print_parts(*notes)
 
 
@@ -180,6 +213,7 @@ def _show(
     explain: bool,
     json: "Path | None",
     plot: "Path | None",
+    measured: "list[dict[str, object]] | None",
 ) -> None:
     """Print the plans of one machine, or the best plan of each of several; write JSON and picture."""
     from json import dumps
@@ -187,7 +221,6 @@ def _show(
     from paceline.cli.plan_options import print_parts
     from paceline.files import write_whole
     from paceline.plan.report.plan import (
-        as_json,
         as_tree,
         build_tables,
         compare_clusters,
@@ -207,7 +240,8 @@ def _show(
     [result] = results
     indistinct = find_indistinct_plans(result, target)
     if json is not None:
-        write_whole(json, as_json(result, top, indistinct))
+        tree = as_tree(result, top, indistinct) | ({"measured": measured} if measured else {})
+        write_whole(json, dumps(tree, indent=1) + "\n")
     if plot is not None:
         from paceline.plan.report.bars import draw
 
@@ -218,6 +252,24 @@ def _show(
         *list_notes(result),
         *([describe_overlap(result, indistinct)] if indistinct else []),
     )
+
+
+def _measure(
+    target: str,
+    count: int,
+    ranks: int | None,
+    cluster: str | None,
+    batch: int | None,
+    precision: str | None,
+    set: list[str] | None,
+    where: "Sequence[Constraint]",
+) -> "list[dict[str, object]]":
+    """Train shortly under the best plans, print what was measured, and return it for JSON."""
+    from paceline.cli.short_runs import measure_best_plans, read_short_request
+    from paceline.short_runs.best_plans import as_tree
+
+    request = read_short_request(target, batch, precision, set or [], cluster)
+    return as_tree(measure_best_plans(request, ranks or request.cluster.devices, count, cluster, where))
 
 
 def _estimate(

@@ -6,12 +6,14 @@ if TYPE_CHECKING:
     from paceline.cluster.facts import Cluster
     from paceline.plan.cost_model.framework_profiles import Recipe
     from paceline.plan.model.facts import ModelFacts
+    from paceline.spec import Spec
+    from paceline.task import Task
 
 
 def read_task_facts(
     target: str, batch: int | None, precision: str | None, set: list[str], on: "Cluster | None" = None
-) -> "tuple[ModelFacts, Recipe, int]":
-    """Return the facts of a task, its recipe and its batch.
+) -> "tuple[ModelFacts, Recipe, Spec, Task]":
+    """Return the facts of a task, its recipe, its request and the task.
 
     on: if given, steps are measured on this machine, which these facts describe; else nothing runs.
     """
@@ -33,7 +35,7 @@ def read_task_facts(
         from paceline.training.model_facts.describe import describe
 
         facts = describe(spec, task)
-    return facts, recipe_of_request(spec, facts, has_own_optimizer(task)), spec.batch
+    return facts, recipe_of_request(spec, facts, has_own_optimizer(task)), spec, task
 
 
 def find_cluster(name: str | None) -> "Cluster":

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from paceline.cluster.facts import Cluster
     from paceline.plan.cost_model.framework_profiles import Recipe
     from paceline.plan.model.facts import ModelFacts
+    from paceline.spec import Spec
+    from paceline.task import Task
 
 Target = Annotated[str | None, Argument(help="Task, as for train; or give --model")]
 Model = Annotated[
@@ -122,11 +124,16 @@ ComputeOptimal = Annotated[
 
 
 class PlanQuery(NamedTuple):
-    """The model to plan for. The cluster determines a `recipe` of None."""
+    """The model to plan for. The cluster determines a `recipe` of None.
+
+    spec, task: None for a known model.
+    """
 
     facts: "ModelFacts"
     recipe: "Recipe | None"
     batch: int
+    spec: "Spec | None" = None
+    task: "Task | None" = None
 
 
 def read_query(
@@ -163,10 +170,11 @@ def read_query(
             )
         from paceline.cli.plan_inputs import read_task_facts
 
-        return PlanQuery(*read_task_facts(target, batch, precision, set or [], measured_on))
+        facts, recipe, spec, task = read_task_facts(target, batch, precision, set or [], measured_on)
+        return PlanQuery(facts, recipe, spec.batch, spec, task)
     if measured_on is not None:
         raise SpecError(
-            f"--measure requires a task to run, got --model {model}; name a task, or leave it out"
+            f"--measure-compute requires a task to run, got --model {model}; name a task, or leave it out"
         )
     if set:
         raise SpecError(

@@ -135,9 +135,8 @@ def predict_run(
     from paceline.errors import PlanError
     from paceline.report.profile import PredictionReport
 
-    name = _name_run(measured_run)
     try:
-        calibrations = tuple(record for record in machine.calibrations if record.run != name)
+        calibrations = tuple(record for record in machine.calibrations if record.run != measured_run.name)
         machine = machine.model_copy(update={"calibrations": calibrations})
         answer = _predict(folder, measured_run, machine, others)
     except PlanError as error:
@@ -191,13 +190,6 @@ def _read_breakdown(folder: RunFolder) -> "tuple[RunBreakdown, Skipped]":
             hint = "the run was trained with --no-profile; leave that out"
         skipped = f"; {run_view.skipped}" if run_view.skipped else ""
         raise RunError(f"{folder.path} has no profile: {error}; {hint}{skipped}") from None
-
-
-def _name_run(measured_run: "RunBreakdown") -> str:
-    """Return the time of the first profiled step, which identifies the run in a cluster.json."""
-    from datetime import UTC, datetime
-
-    return datetime.fromtimestamp(measured_run.first, UTC).isoformat()
 
 
 def find_cluster_of_run(
@@ -277,28 +269,17 @@ def _update_calibrations(
     Predictions use no earlier calibration, so that the ratios do not depend on the order of the runs.
     """
     from paceline.cluster import file
-    from paceline.cluster.facts import CalibrationRecord, Fact
     from paceline.cluster.local_cluster import find_file
-    from paceline.plan.cost_model.compare import measured_ratios
+    from paceline.plan.cost_model.calibration import build_record
 
     path = Path(name) if name is not None else find_file()
     assert path is not None
     _, cost = _predict(folder, measured_run, cluster.model_copy(update={"calibrations": ()})).plans[0]
-    facts = {
-        part: Fact(value=ratio, source="measured")
-        for part, ratio in measured_ratios(measured_run.seconds, cost).items()
-    }
-    parts = tuple(part.name for part in cost.time.parts)
-    record = CalibrationRecord(
-        run=_name_run(measured_run),
-        plan=measured_run.started.plan,
-        ranks=measured_run.started.ranks,
-        parts=parts,
-        ratios=facts,
-    )
+    started = measured_run.started
+    record = build_record(measured_run.name, started.plan, started.ranks, measured_run.seconds, cost)
     updated = cluster.updated(calibrations=[record])
     file.write(path, updated)
     count = len(updated.calibrations)
     replaced = " (this run replaced its earlier record)" if count == len(cluster.calibrations) else ""
-    factors = ", ".join(f"{part} × {fact.value:.2f}" for part, fact in facts.items())
+    factors = ", ".join(f"{part} × {fact.value:.2f}" for part, fact in record.ratios.items())
     return f"{path} now has {several(count, 'run')}{replaced}: {factors}"

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from typer import Option
 
-from paceline.cli.request_options import TrainingRequest, with_request_options
+from paceline.cli.request_options import RANKS, TrainingRequest, with_request_options
 from paceline.distributed.world import World, read_world
-from paceline.errors import Error, LaunchError
+from paceline.errors import Error, LaunchError, SpecError
 from paceline.spec import Launch, Spec
 
 
@@ -21,6 +21,16 @@ def train(
         bool,
         Option("--keys", help="List the names for --set with type, default and meaning, and exit."),
     ] = False,
+    measure: Annotated[
+        int | None,
+        Option(
+            metavar="PLANS",
+            min=1,
+            help="With --plan auto: train shortly under this many of the best predicted plans first, and "
+            "choose the fastest.",
+            rich_help_panel=RANKS,
+        ),
+    ] = None,
 ) -> None:
     """Train a task on any number of ranks. Under torchrun, mpirun or srun, this process becomes a rank."""
     if keys:
@@ -29,7 +39,28 @@ def train(
 
         print("\n".join(format_keys(request.spec.task, task.load_task_class(request.spec.task))))
         return
+    if measure is not None:
+        request = _choose_measured_plan(request, measure)
     start_run(*request, read_world())
+
+
+def _choose_measured_plan(request: TrainingRequest, count: int) -> TrainingRequest:
+    """Return the request with the fastest of the best plans, which short trainings measure."""
+    from paceline.cli.short_runs import build_short_request, measure_best_plans
+    from paceline.launch.check_launch import count_devices
+    from paceline.launch.launchers import find_launcher
+    from paceline.plan.plan import AUTO
+
+    spec, launch = request
+    if launch.plan != AUTO:
+        raise SpecError(f"--measure chooses among plans, got --plan {launch.plan}; use --plan auto")
+    ranks = launch.ranks or launch.nodes * count_devices(launch.device)
+    launch = launch.model_copy(update={"ranks": ranks})
+    find_launcher(launch).check(launch)
+    found = measure_best_plans(build_short_request(spec, launch), ranks, count)
+    why = f"auto chose {found.describe_choice()}"
+    chosen = {"plan": str(found.best.plan), "chosen": why, "asked": AUTO}
+    return TrainingRequest(spec, launch.model_copy(update=chosen))
 
 
 def start_run(spec: Spec, launch: Launch, me: World) -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from paceline.errors import RunError
 from paceline.events import Event, Profiled, Saved, Started, Step
@@ -30,6 +31,11 @@ class RunBreakdown:
     straggler_busy_s: float  # per step
     mean_busy_s: float  # per step, over the ranks
     sampled: int | None = None  # number of steps read of a long run, which represent all; None: all were read
+
+    @property
+    def name(self) -> str:
+        """The time of the first start, which identifies the run in a cluster.json."""
+        return datetime.fromtimestamp(self.first, UTC).isoformat()
 
 
 class RunBreakdownBuilder:

@@ -1,8 +1,9 @@
 """`--plan auto`: the fastest predicted plan that fits and can train the task."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch.distributed as dist
 
@@ -14,12 +15,12 @@ from paceline.parallel.batch_norm import find_running_statistics
 from paceline.plan.cost_model.cost import Cost, list_slower_parts
 from paceline.plan.cost_model.optimizer_state import recipe_of_request
 from paceline.plan.plan import Plan, parse
-from paceline.plan.search.best_plans import find_best_plans
+from paceline.plan.search.best_plans import BestPlans, find_best_plans
 from paceline.spec import Spec
 from paceline.task import Task, has_own_optimizer
 from paceline.training.model_analysis import build_meta_model, validate_plan
 from paceline.training.model_facts.describe import describe
-from paceline.units import format_bytes, format_seconds
+from paceline.units import format_bytes, format_seconds, several
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,18 @@ def choose_plan(
         ranks=ranks,
     )
     refused: list[str] = []
-    possible = _find_trainable(found.plans, spec, task, ranks, refused)
+    possible = (
+        (shorten_plan(plan, ranks), cost)
+        for plan, cost in find_trainable(found.plans, spec, task, ranks, refused)
+    )
     fastest = next(possible, None)
     if fastest is None:
         raise PlanError(f"none of the {len(found.plans):,} plans that fit can train this task: {refused[0]}")
     return PlanChoice(fastest[0], _explain(*fastest, next(possible, None)))
 
 
-def _find_trainable(
-    plans: list[tuple[Plan, Cost]], spec: Spec, task: Task, ranks: int, refused: list[str]
+def find_trainable(
+    plans: Iterable[tuple[Plan, Cost]], spec: Spec, task: Task, ranks: int, refused: list[str]
 ) -> Iterator[tuple[Plan, Cost]]:
     """Yield the plans that can train the task, without starting a process.
 
@@ -96,7 +100,23 @@ def _find_trainable(
         except (PlanError, TaskError) as error:
             refused.append(str(error))
             continue
-        yield shorten_plan(plan, ranks), cost
+        yield plan, cost
+
+
+def drop_refused(found: BestPlans, spec: Spec, task: Task, top: int) -> BestPlans:
+    """Return the plans without those among the first that `train` refuses, so that `top` plans can train.
+
+    The plans after these are not checked. Raises PlanError if no plan can train the task.
+    """
+    refused: list[str] = []
+    remaining = iter(found.plans)
+    kept = list(islice(find_trainable(remaining, spec, task, found.ranks, refused), top))
+    if not kept:
+        raise PlanError(refused[0])
+    if not refused:
+        return found
+    note = f"left out, since train refuses them, {several(len(refused), 'plan')}: {refused[0]}"
+    return replace(found, plans=[*kept, *remaining], assumed=(*found.assumed, note))
 
 
 def shorten_plan(plan: Plan, ranks: int) -> Plan:

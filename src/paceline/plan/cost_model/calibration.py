@@ -5,8 +5,9 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from paceline.cluster.facts import CalibrationRecord
-from paceline.plan.cost_model.compare import TIME_PARTS
+from paceline.cluster.facts import CalibrationRecord, Fact
+from paceline.plan.cost_model.compare import TIME_PARTS, measured_ratios
+from paceline.plan.cost_model.cost import Cost
 
 
 @dataclass(frozen=True)
@@ -78,4 +79,21 @@ def fit_calibration(records: Iterable[CalibrationRecord]) -> Calibration | None:
         factors,
         frozenset(part for record in records for part in record.parts),
         max(record.ranks for record in records),
+    )
+
+
+def build_record(
+    run: str, plan: str, ranks: int, seconds: Mapping[str, float], cost: Cost
+) -> CalibrationRecord:
+    """Return the record of a run: what its parts took, divided by what was predicted.
+
+    run: a name that no other run has. seconds: measured, by part. cost: predicted without any calibration.
+    """
+    ratios = measured_ratios(seconds, cost)
+    return CalibrationRecord(
+        run=run,
+        plan=plan,
+        ranks=ranks,
+        parts=tuple(part.name for part in cost.time.parts),
+        ratios={part: Fact(value=ratio, source="measured") for part, ratio in ratios.items()},
     )

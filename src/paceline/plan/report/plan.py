@@ -1,6 +1,5 @@
 """Predicted plans as text for a terminal, and as JSON."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -207,12 +206,8 @@ def _warn_of_bubble(results: BestPlans) -> list[str]:
     ]
 
 
-def as_json(results: BestPlans, top: int, unranked: IndistinctPlans | None = None) -> str:
-    """Return the plans as JSON; docs/json.md lists the keys."""
-    return json.dumps(as_tree(results, top, unranked), indent=1) + "\n"
-
-
 def as_tree(results: BestPlans, top: int, unranked: IndistinctPlans | None = None) -> dict[str, Any]:
+    """Return the plans for JSON; docs/json.md lists the keys."""
     facts: dict[str, Any] = {
         "model": results.facts.name,
         "parameters": results.facts.params,

@@ -1,6 +1,5 @@
 """How a training scales, as text and JSON."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -207,8 +206,8 @@ def format_duration(seconds: float) -> str:
     )
 
 
-def as_json(scaling: Scaling, efficiency: float) -> str:
-    """Return both curves and the recommendation as JSON; docs/json.md lists the keys."""
+def as_tree(scaling: Scaling, efficiency: float) -> dict[str, Any]:
+    """Return both curves and the recommendation for JSON; docs/json.md lists the keys."""
     whole: dict[str, Any] = {
         "model": scaling.facts.name,
         "parameters": scaling.facts.params,
@@ -229,7 +228,7 @@ def as_json(scaling: Scaling, efficiency: float) -> str:
                 {"ranks": count.ranks, "want": count.want, "reason": count.reason} for count in curve.refused
             ],
         }
-    return json.dumps(whole, indent=1) + "\n"
+    return whole
 
 
 def _point(point: ScalingPoint) -> dict[str, Any]:

@@ -63,12 +63,12 @@ def _suggest_measurement(found: BestPlans, target: str | None, part: str | None)
     cluster = found.cluster
     if (
         cluster.device.kind == "cpu" and not cluster.paces
-    ):  # everything is guessed except what --measure measured
+    ):  # everything is guessed except what --measure-compute measured
         bench = f"paceline bench --task {target}" if target is not None else "paceline bench"
         if part not in TIME_PARTS["compute"]:
             return bench
         if found.facts.source != "measured":
-            return f"paceline plan {target} --measure, or {bench}" if target is not None else bench
+            return f"paceline plan {target} --measure-compute, or {bench}" if target is not None else bench
     if (
         part in TIME_PARTS["communication"]
         and (axis := _find_unmeasured_axis(cluster, found.ranks)) is not None

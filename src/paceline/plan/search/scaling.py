@@ -3,7 +3,7 @@
 Strong scaling has one batch for all ranks, weak scaling one batch per rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, NamedTuple
@@ -19,6 +19,9 @@ from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.plan.search.best_plans import bill_training
 from paceline.plan.search.search import MARGIN, find_fastest, find_leanest, no_fit_error, search_plans
+
+# Yields those of some plans that can train a task on a number of ranks with a batch.
+TrainableFilter = Callable[[Iterable[tuple[Plan, Cost]], int, int], Iterator[tuple[Plan, Cost]]]
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,11 @@ def predict_scaling(
     recipe: Recipe | None = None,
     tokens: float | None = None,
     price: float | None = None,
+    trainable: TrainableFilter | None = None,
 ) -> Scaling:
     """Return the fastest plan for each number of ranks, on as many nodes as necessary.
 
+    trainable: yields those of some plans that can train the task [default: all].
     Raises PlanError if no plan fits on any of `counts`.
     """
     most = max(-(-count // cluster.ranks_per_node) for count in counts)
@@ -102,7 +107,7 @@ def predict_scaling(
             f"identical",
             *assumed,
         )
-    inputs = _ScalingInputs(facts, whole, recipe, tokens, price, {})
+    inputs = _ScalingInputs(facts, whole, recipe, tokens, price, {}, trainable)
 
     def curve(batches: dict[int, Fraction]) -> Curve:
         results = [_scaling_point(inputs, count, samples) for count, samples in batches.items()]
@@ -141,6 +146,7 @@ class _ScalingInputs(NamedTuple):
     tokens: float | None
     price: float | None
     known: dict[int, DeviceRates]
+    trainable: TrainableFilter | None
 
 
 def _scaling_point(inputs: _ScalingInputs, ranks: int, samples: Fraction) -> ScalingPoint | InfeasibleCount:
@@ -161,7 +167,12 @@ def _scaling_point(inputs: _ScalingInputs, ranks: int, samples: Fraction) -> Sca
         )
     rates = inputs.known[min(ranks, each)]
     recipe = inputs.recipe or default_recipe(rates)
-    if found := find_fastest(inputs.facts, rates, ranks, batch, MARGIN, recipe):
+    found = find_fastest(inputs.facts, rates, ranks, batch, MARGIN, recipe)
+    if found is not None and inputs.trainable is not None:
+        found = _find_trainable(inputs.trainable, inputs, found, ranks, batch, nodes)
+        if found is None:
+            return InfeasibleCount(ranks, "samples", "train refuses all plans that fit")
+    if found is not None:
         return ScalingPoint(
             ranks, nodes, batch, *found, bill_training(cluster, found[1], ranks, inputs.tokens, inputs.price)
         )
@@ -169,6 +180,22 @@ def _scaling_point(inputs: _ScalingInputs, ranks: int, samples: Fraction) -> Sca
     if best is None:
         return InfeasibleCount(ranks, "samples", f"a batch of {batch:,} cannot be split over {ranks:,} ranks")
     return InfeasibleCount(ranks, "memory", f"the leanest plan, {best.plan}, {best.reason}")
+
+
+def _find_trainable(
+    trainable: TrainableFilter,
+    inputs: _ScalingInputs,
+    fastest: tuple[Plan, Cost],
+    ranks: int,
+    batch: int,
+    nodes: int,
+) -> tuple[Plan, Cost] | None:
+    """Return the fastest plan that can train the task, mostly the fastest of all; None without one."""
+    if found := next(trainable([fastest], ranks, batch), None):
+        return found
+    cluster = inputs.cluster.model_copy(update={"nodes": nodes})
+    plans = search_plans(inputs.facts, cluster, batch, MARGIN, inputs.recipe, ranks).fitting
+    return next(trainable(plans, ranks, batch), None)
 
 
 def _compare_with_first(first: ScalingPoint, point: ScalingPoint) -> ScalingPoint:

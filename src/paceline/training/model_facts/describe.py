@@ -102,7 +102,7 @@ def describe_model(model: nn.Module, task: Task, batch: Batch, samples: int) -> 
             return count_facts(counter, task, make_fake(batch), samples)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            hint = "use paceline plan --measure, which runs it"
+            hint = "use paceline plan --measure-compute, which runs it"
             raise TaskError(
                 f"{type(task).__name__} cannot be described: {counter.where} fails without values: "
                 f"{reason}; {hint}"
@@ -215,10 +215,13 @@ def _build_block(counter: OpCounter, index: int, samples: int) -> BlockFacts:
     }
     saved, selective = _count_saved(counter, part, samples)
     boundary = math.prod(part.boundary) / samples if part.boundary and index != LAST else 0.0
+    params = sum(parameter.numel() for parameter in own)
+    frozen = sum(parameter.numel() for parameter in own if not parameter.requires_grad)
     own_styles = [counter.styles[layer] for layer in part.layers if layer in counter.styles]
     return BlockFacts(
         name=part.name,
-        params=sum(parameter.numel() for parameter in own),
+        params=params,
+        frozen=frozen / params if params else 0.0,
         split_params=sum(parameter.numel() for parameter in own if id(parameter) in split),
         products=tuple(replace(product, rows=product.rows / samples) for product in part.products),
         attention=tuple(part.attention),

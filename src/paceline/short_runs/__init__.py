@@ -1,0 +1,1 @@
+"""Short trainings that measure the step time of plans and numbers of ranks."""
