@@ -117,7 +117,7 @@ def test_model_that_needs_values_is_refused() -> None:
     with pytest.raises(
         TaskError,
         match=r"ValueDependentTask cannot be described: 0 fails without values: .*; use paceline plan "
-        r"--measure",
+        r"--measure-compute",
     ):
         describe_model(model, ValueDependentTask(), torch.zeros(2, 4), 2)
 
@@ -201,3 +201,43 @@ def test_split_backward_takes_more_memory() -> None:
         for name in ("interleaved", "zero-bubble")
     )
     assert 1.1 * plain < split_backward < 1.5 * plain
+
+
+class Frozen(Text):
+    """A decoder of which only the last block and the head are trained."""
+
+    frozen: bool = True
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        for name, parameter in model.named_parameters():
+            is_trained = f".{self.depth - 1}." in name or name.startswith(("head", "norm"))
+            parameter.requires_grad_(is_trained or not self.frozen)
+        return model
+
+
+def test_frozen_parameters_have_no_gradients_and_no_state() -> None:
+    """Only trained parameters have gradients and the state of AdamW, as real tensors show."""
+    spec, fields = Spec(task="text"), {"width": 32, "depth": 3, "heads": 4, "context": 16}
+    frozen_task, whole_task = Frozen(**fields), Frozen(**fields, frozen=False)
+    frozen, whole = describe(spec, frozen_task), describe(spec, whole_task)
+    model = frozen_task.model()
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert 0 < trained < whole.params / 2
+    assert whole.frozen_params == 0  # negative control
+    assert frozen.params == whole.params
+    assert frozen.params - frozen.frozen_params == pytest.approx(trained)
+    # the products of gradients of weights of two blocks: 12 · width² parameters each, for 16 positions
+    assert whole.training_flops - frozen.training_flops == 2 * (12 * 32**2) * 2 * 16
+
+    batch = torch.zeros(2, 16, dtype=torch.long)
+    model(batch).sum().backward()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    optimizer.step()
+    tensors = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    memory = predict_memory(frozen, split_work(parse("single"), 1, 2), FLOAT32, 1e9)
+    parts = {part.name: part.value for part in memory.parts}
+    assert parts["optimizer"] == pytest.approx(sum(4 * tensor.numel() for tensor in tensors))
+    assert parts["gradients"] == pytest.approx(sum(4 * tensor.numel() for tensor in gradients))
+    assert parts["weights"] == pytest.approx(4 * whole.params)

@@ -184,7 +184,7 @@ def memory_breakdown(
     experts = sum(block.expert_params / (key.tp * key.ep) * count for block, count in assignment.parts)
     if assignment.is_last and facts.first not in (block for block, _ in assignment.parts):
         shared = facts.shared_params / key.tp  # both ends of the pipeline hold shared weights
-        params, trained = params + shared, trained + shared
+        params, trained = params + shared, trained + shared * (1 - facts.first.frozen)
     largest = sorted(
         (size for size, count in counted for _ in range(min(count, GATHERED_BLOCKS))), reverse=True
     )[:GATHERED_BLOCKS]

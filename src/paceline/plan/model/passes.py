@@ -51,8 +51,10 @@ def _signature(block: BlockFacts) -> BlockFacts:
 def _combine_block(parts: Sequence[BlockFacts], rates: Sequence[float]) -> BlockFacts:
     pairs = list(zip(parts, rates, strict=True))
     lives = [block.lives for block in parts if block.lives is not None]
+    trained = sum(1 - block.frozen for block in parts)  # each pass trains other parameters
     return replace(
         parts[0],
+        frozen=max(0.0, 1 - trained),
         products=tuple(
             replace(product, count=product.count * rate, cut=None)
             for block, rate in pairs
