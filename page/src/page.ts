@@ -13,6 +13,7 @@ import { RankMapPanel } from "./map";
 import { PipelinePanel } from "./pipeline";
 import { Panel } from "./panel";
 import { PartsPanels } from "./parts";
+import { StudyPanel } from "./study";
 import { Store, type Message, type RunRow } from "./store";
 
 const HELP = "Keys: r list of runs · j and k next and previous run · a axis · l logarithm of the loss · Escape show all · / filter";
@@ -37,6 +38,7 @@ class Page {
   private readonly compare = new ComparePanels(this.store);
   private readonly pipeline = new PipelinePanel(this.store);
   private readonly figures = new FiguresPanel(this.store, (path, query) => this.link(path, query));
+  private readonly study = new StudyPanel(this.store);
   private stream: EventSource | null = null;
   private isConnected = true;
   private run = "";
@@ -109,7 +111,7 @@ class Page {
   private take(message: Message): void {
     for (const name of this.store.apply(message)) this.changed.add(name);
     const rows = this.store.panels.runs ?? [];
-    if (!this.run && rows.length === 1 && !location.hash) location.replace(`#run=${rows[0]!.id}`);
+    if (!this.run && rows.length === 1 && !this.study.isShown && !location.hash) location.replace(`#run=${rows[0]!.id}`);
     if (!this.isFrameDue) {
       this.isFrameDue = true;
       requestAnimationFrame(() => this.draw());
@@ -120,7 +122,7 @@ class Page {
     this.isFrameDue = false;
     const changed = this.changed;
     this.changed = new Set();
-    if (isAll || changed.has("curves") || changed.has("gone") || changed.has("machine") || changed.has("comparison") || changed.has("pipeline") || changed.has("figures")) this.layOut();
+    if (isAll || changed.has("curves") || changed.has("gone") || changed.has("machine") || changed.has("comparison") || changed.has("pipeline") || changed.has("figures") || changed.has("study")) this.layOut();
     if (isAll || [...changed].some((name) => /^(curve|other|comparison)/.test(name))) this.curves.update();
     if (isAll || changed.has("parts") || changed.has("curves")) this.parts.update();
     if (isAll || changed.has("findings") || changed.has("gone")) this.findings.update();
@@ -131,6 +133,7 @@ class Page {
     if (isAll || changed.has("map")) this.map.update();
     if (isAll || changed.has("log")) this.showLog();
     if (isAll || changed.has("runs")) this.showRuns();
+    if (isAll || changed.has("runs") || changed.has("study")) this.study.update();
     this.showHeader();
     this.showAlerts();
     document.body.dataset.ready = "true";
@@ -157,6 +160,7 @@ class Page {
         place(this.log, this.compare.origin);
       }
     }
+    if (!this.run && this.study.isShown) place(this.study.panel);
     if (!this.run || (this.store.panels.runs?.length ?? 0) > 1) place(this.runs);
     const isSame = wanted.length === this.main.children.length && wanted.every((element, at) => this.main.children[at] === element);
     if (!isSame) show(this.main, ...wanted);

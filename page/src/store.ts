@@ -150,7 +150,24 @@ export interface Comparison {
   differences: [string, ...(string | number | boolean | null)[]][];
 }
 
+/** Number, whether it is on the Pareto front, state, results, values, seconds, message. */
+export type TrialRow = [number, boolean, string, (number | null)[], string[], number, string];
+
+/** curve: results of complete trials in their order. problem: why there is nothing else. */
+export interface Study {
+  problem?: string;
+  name: string;
+  counts: string;
+  planned: number;
+  goals: string[];
+  search: string;
+  parameters: string[];
+  rows?: TrialRow[];
+  curve: { trial: number[]; value: number[]; best: number[] };
+}
+
 export interface Panels {
+  study?: Study | null;
   pipeline?: Pipeline | null;
   figures?: { figures: Figure[] } | null;
   origin?: Origin;
@@ -218,7 +235,8 @@ export class Store {
   }
 
   clear(): void {
-    this.panels = this.panels.runs ? { runs: this.panels.runs } : {};
+    const { runs, study } = this.panels;
+    this.panels = { ...(runs ? { runs } : {}), ...(study ? { study } : {}) };
     this.tables = {};
   }
 }

@@ -79,7 +79,8 @@ def watch(
     """
     from paceline.cli.plan_options import check_positive
     from paceline.errors import LaunchError, RunError, SpecError
-    from paceline.tuning.folder import is_study
+    from paceline.tuning.folder import StudyFolder, is_study
+    from paceline.tuning.report.live import StudyWatch
     from paceline.web.listeners import listen_on_path, listen_on_port
     from paceline.web.ssh import parse_remote, watch_remote
 
@@ -93,9 +94,9 @@ def watch(
     check_positive(price=price)
     if token_file is not None and not metrics:
         raise SpecError("--token-file requires --metrics; add it")
-    path = Path(runs)
+    path, study = Path(runs), None
     if is_study(path):
-        path, runs = path / "trials", str(path / "trials")
+        study, path, runs = StudyWatch(StudyFolder(path)), path / "trials", str(path / "trials")
     if terminal:
         serving = {"--port": port, "--socket": socket, "--metrics": metrics, "--textfile": textfile}
         _watch_in_terminal(runs, price, [name for name, value in serving.items() if value])
@@ -143,7 +144,8 @@ def watch(
                 print(f"metrics: http://{host}/metrics", flush=True)
         if textfile is not None:
             stack.enter_context(write_regularly(textfile, MetricsCollector(run_list).collect))
-        server.serve(run_list, access, listener, sys.stdin.buffer.read if until_eof else None)
+        ends = sys.stdin.buffer.read if until_eof else None
+        server.serve(run_list, access, listener, ends, study or (lambda: None))
 
 
 def _watch_in_terminal(runs: str, price: float | None, serving: list[str]) -> None:

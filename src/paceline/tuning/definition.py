@@ -30,7 +30,7 @@ from paceline.spec import (
     suggest,
 )
 from paceline.task import Task, build_task, load_task_class
-from paceline.tuning.objectives import StudyObjective
+from paceline.tuning.objectives import StudyObjective, parse_objectives
 from paceline.tuning.optuna_needs import NEEDS, check_sampler
 from paceline.tuning.prediction.quantities import PREFIX, QUANTITIES, Bound, parse_bound
 from paceline.tuning.space import Parameter, Space, build_space, parse_parameter
@@ -156,8 +156,7 @@ class StudyDefinition:
 
     @property
     def objectives(self) -> list[StudyObjective]:
-        parts = [metric.partition(" ") for metric in self.search.metrics]
-        return [StudyObjective("max" if direction == "max" else "min", name) for direction, _, name in parts]
+        return parse_objectives(self.search.metrics)
 
     def choose_threads(self, free_cores: float) -> Self:
         """Return the study with a number of threads for each rank, such that all ranks share the free cores.

@@ -27,6 +27,12 @@ class StudyObjective:
         return self.as_loss(value) if value is not None else None
 
 
+def parse_objectives(metrics: Sequence[str]) -> list[StudyObjective]:
+    """Return the objectives of texts such as `max accuracy`, whose form was checked."""
+    parts = [metric.partition(" ") for metric in metrics]
+    return [StudyObjective("max" if direction == "max" else "min", name) for direction, _, name in parts]
+
+
 def read_losses(objectives: Sequence[StudyObjective], trial: Trial) -> tuple[float, ...] | None:
     """Return the losses at the end of the last stage of a trial, or None if one is missing."""
     losses = [loss for goal in objectives if (loss := goal.read_loss(trial.metrics)) is not None]

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -43,9 +43,20 @@ T = TypeVar("T")
 ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
-def build_app(runs: RunList, access: Access, is_closing: Callable[[], bool] = lambda: False) -> App:
-    """Return the application. Raises LaunchError if the page was not built."""
-    server = PageServer(runs, is_closing)
+StudyPanel = dict[str, Any]
+
+
+def build_app(
+    runs: RunList,
+    access: Access,
+    is_closing: Callable[[], bool] = lambda: False,
+    study: Callable[[], StudyPanel | None] = lambda: None,
+) -> App:
+    """Return the application. Raises LaunchError if the page was not built.
+
+    study: returns the panel of the study whose trials the runs are; the same object until it changes.
+    """
+    server = PageServer(runs, is_closing, study)
     routes = [Route(f"/{path}", _serve(name), methods=["GET"]) for path, name in FILES.items()]
     routes += [
         Route("/stream", server.stream),
@@ -104,8 +115,8 @@ def _select(request: Request) -> Selection:
 class PageServer:
     """Answers the requests of pages. Files are read in threads, so that a slow disk stops nobody else."""
 
-    def __init__(self, runs: RunList, is_closing: Callable[[], bool]):
-        self._runs, self._is_closing, self._streams = runs, is_closing, 0
+    def __init__(self, runs: RunList, is_closing: Callable[[], bool], study: Callable[[], StudyPanel | None]):
+        self._runs, self._is_closing, self._study, self._streams = runs, is_closing, study, 0
 
     async def stream(self, request: Request) -> Response:
         """Send the state of the list and of one run, and then what changes, as server-sent events."""
@@ -156,7 +167,7 @@ class PageServer:
 
     def _sign(self, *watched: WatchedRun | None) -> object:
         rows = [tuple(row.values()) for row in self._runs.rows()]
-        return rows, [run.sign() for run in watched if run is not None]
+        return rows, self._study(), [run.sign() for run in watched if run is not None]
 
     def _build_message(
         self,
@@ -169,7 +180,7 @@ class PageServer:
         """Return a message, and the processor time that it took in seconds."""
         began = time.thread_time()
         rows = nan_to_null(self._runs.rows())
-        panels = {"runs_problem": self._runs.problem, **fixed}
+        panels = {"runs_problem": self._runs.problem, "study": self._study(), **fixed}
         tables: dict[str, dict[str, list[object]]] = {}
         if watched is not None:
             with watched.lock:

@@ -11,18 +11,25 @@ from collections.abc import Callable
 import uvicorn
 
 from paceline.web.access import Access
-from paceline.web.app import build_app
+from paceline.web.app import StudyPanel, build_app
 from paceline.web.runs import RunList
 
 MAX_CONNECTIONS = 128
 
 
 def serve(
-    runs: RunList, access: Access, listener: socket.socket, ends: Callable[[], object] | None = None
+    runs: RunList,
+    access: Access,
+    listener: socket.socket,
+    ends: Callable[[], object] | None = None,
+    study: Callable[[], StudyPanel | None] = lambda: None,
 ) -> None:
-    """Answer requests until Ctrl-C, or until `ends` returns. Raises LaunchError if the page was not built."""
+    """Answer requests until Ctrl-C, or until `ends` returns. Raises LaunchError if the page was not built.
+
+    study: see `build_app`.
+    """
     holder: list[uvicorn.Server] = []
-    app = build_app(runs, access, lambda: holder[0].should_exit)
+    app = build_app(runs, access, lambda: holder[0].should_exit, study)
     config = uvicorn.Config(
         app,
         http="h11",
