@@ -1,5 +1,6 @@
 """Population-based training and the median rule."""
 
+import dataclasses
 import random
 import statistics
 
@@ -14,10 +15,13 @@ from command import (
     unequal_tensors,
     write_task,
 )
-from paceline.events import Ended, Evaluated, Step
+from paceline.events import Ended, Evaluated, EventWriter, Started, Step
+from paceline.run import create
+from paceline.spec import build
 from paceline.tuning.definition import Search, StudyDefinition
 from paceline.tuning.journal import Exploited, read_state
-from paceline.tuning.schedulers.median_rule import is_hopeless
+from paceline.tuning.objectives import StudyObjective
+from paceline.tuning.schedulers.median_rule import EvaluationCurve, is_hopeless
 from paceline.tuning.schedulers.population import perturb
 from paceline.tuning.space import build_space, parse_parameter
 
@@ -110,3 +114,38 @@ def test_hopeless_trial_is_stopped(tmp_path):
     run = tmp_path / "s" / "trials" / "4"
     assert events_of_kind(run, Ended)[-1].reason == "stopped"
     assert len(events_of_kind(run, Evaluated)) < 6
+
+
+def test_curves_and_rungs_count_samples_of_growing_batches(tmp_path):
+    """A batch of 16 for 160 samples, then of 32: 10 steps are 160 samples, 15 steps 320."""
+    request = {"task": "digits", "steps": 15, "batch": 32, "batch_schedule": "16:160"}
+    run = create(tmp_path / "r", *build(request))
+    writer = EventWriter(run.events)
+    writer.write(dataclasses.replace(STARTED, batch=32, steps=15))
+    for step, loss in ((10, 0.5), (15, 0.25)):
+        writer.write(Evaluated(step=step, metrics={"loss": loss}, seconds=0.1))
+    writer.close()
+    curve = EvaluationCurve(run, StudyObjective("min", "loss"))
+    assert curve.update()
+    assert curve.points == [(160, 0.5), (320, 0.25)]
+    assert curve.is_at_end
+    definition = StudyDefinition(request, {}, Search(), build_space([]))
+    assert definition.limit_length({}, 0.5) == {"steps": 10}
+    assert definition.limit_length({}, 0.25) == {"steps": 5}
+    constant = StudyDefinition(request | {"batch_schedule": "32:320"}, {}, Search(), build_space([]))
+    assert constant.limit_length({}, 0.5)["steps"] != 10
+
+
+STARTED = Started(
+    task="digits",
+    plan="single",
+    ranks=1,
+    batch=16,
+    step=0,
+    steps=4,
+    samples=40,
+    parameters=1,
+    device="cpu",
+    precision="fp32",
+    threads=1,
+)

@@ -130,8 +130,7 @@ class Controller:
 
     def _read_curve(self, number: int) -> EvaluationCurve:
         if number not in self._curves:
-            events = self._folder.run(number).events
-            self._curves[number] = EvaluationCurve(events, self._definition.objectives[0])
+            self._curves[number] = EvaluationCurve(self._folder.run(number), self._definition.objectives[0])
         return self._curves[number]
 
     def _end_paused(self) -> None:

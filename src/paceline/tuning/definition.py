@@ -192,9 +192,9 @@ class StudyDefinition:
             whole = f"{epochs:.6f} epochs"
         else:
             base, _ = build(self.request)
-            samples = spec.steps * base.batch
-            length = {"steps": max(1, math.ceil(samples * share / spec.batch))}
-            whole = f"{math.ceil(samples / spec.batch)} steps"
+            samples = base.batches.samples_before(spec.steps)
+            steps = [spec.batches.steps_for(math.ceil(samples * part)) for part in (share, 1.0)]
+            length, whole = {"steps": max(1, steps[0])}, f"{steps[1]} steps"
         return length | ({"schedule.length": whole} if depends_on_length(spec.schedule) else {})
 
     def check(self, kind: type[Task]) -> None:

@@ -73,7 +73,7 @@ def _build_curves(folder: StudyFolder, definition: StudyDefinition, trials: Sequ
     goal = definition.objectives[0]
     lines = []
     for trial in trials:
-        curve = EvaluationCurve(folder.run(trial.number).events, goal)
+        curve = EvaluationCurve(folder.run(trial.number), goal)
         curve.update()
         values = [goal.as_loss(loss) for _, loss in curve.points]
         samples = [float(at) for at, _ in curve.points]

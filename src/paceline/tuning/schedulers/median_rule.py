@@ -3,12 +3,15 @@
 Golovin et al., Google Vizier: A Service for Black-Box Optimization, 2017.
 """
 
+import contextlib
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
+from paceline.errors import SpecError
 from paceline.events import Evaluated, EventReader, Started
+from paceline.run import RunFolder
+from paceline.spec import StepBatches
 from paceline.tuning.journal import Metrics
 from paceline.tuning.objectives import StudyObjective
 
@@ -36,9 +39,10 @@ def is_hopeless(curve: Curve, others: Sequence[Curve]) -> bool:
 class EvaluationCurve:
     """The evaluations of a run, read as they are written."""
 
-    def __init__(self, events: Path, objective: StudyObjective):
-        self._reader, self._objective = EventReader(events), objective
-        self._batch = self._steps = 0
+    def __init__(self, run: RunFolder, objective: StudyObjective):
+        self._run, self._objective = run, objective
+        self._reader, self._steps = EventReader(run.events), 0
+        self._batches = StepBatches((0,))
         self.points: list[tuple[int, float]] = []
         self.metrics: Metrics = {}  # of the last evaluation
         self.is_at_end = False  # whether that was the last of the training
@@ -48,12 +52,16 @@ class EvaluationCurve:
         before = len(self.points)
         for event in self._reader.new(Started, Evaluated):
             if isinstance(event, Started):
-                self._batch, self._steps = event.batch, event.steps
+                self._batches, self._steps = StepBatches((event.batch,)), event.steps
+                with contextlib.suppress(SpecError, OSError):  # the file was deleted
+                    self._batches = self._run.request()[0].batches
             elif isinstance(event, Evaluated):
                 self.metrics = {
                     name: value if math.isfinite(value) else None for name, value in event.metrics.items()
                 }
                 loss = self._objective.read_loss(self.metrics)
-                self.points.append((event.step * self._batch, math.inf if loss is None else loss))
+                self.points.append(
+                    (self._batches.samples_before(event.step), math.inf if loss is None else loss)
+                )
                 self.is_at_end = event.step >= self._steps
         return len(self.points) > before
