@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from command import TASK, events_of_kind, paceline, set_sample_delay, start, succeed, write_task
+from mounts import mount_tmpfs
 from paceline.doctor.rank_state import read_heartbeats
 from paceline.events import Evaluated, Failed, Step
 from paceline.run import RunFolder
@@ -155,8 +156,8 @@ def test_trials_that_end_without_an_error_are_described(tmp_path):
     dying = """
         if self.width == 12: os.kill(os.getpid(), signal.SIGKILL)
         if self.width == 16: os._exit(0)"""
-    model = "    def model(self):"
-    write_task(tmp_path, "import os, signal\n" + TASK.replace(model, model + dying))
+    loss = "    def loss(self, output, batch):"
+    write_task(tmp_path, "import os, signal\n" + TASK.replace(loss, loss + dying))
     study = ("tune", "my.py:Regression", "--grid", "width=12,16,4", "--run-dir", "s", *LENGTH)
     succeed(*study, at=tmp_path)
     killed, exited, complete = read_state(tmp_path / "s" / "events.jsonl").trials.values()
@@ -168,6 +169,24 @@ def test_trials_that_end_without_an_error_are_described(tmp_path):
     for trial in (killed, exited):
         [failed] = events_of_kind(tmp_path / "s" / "trials" / str(trial.number), Failed)
         assert failed.message == trial.message
+
+
+@pytest.mark.slow
+def test_study_that_would_fill_the_disk_is_refused(tmp_path):
+    """A trial of width 16 has 3 checkpoints of AdamW: more than 12 bytes for each of 915 parameters."""
+    write_task(tmp_path)
+    (tmp_path / "small").mkdir()
+    with mount_tmpfs(tmp_path / "small", "size=1m"):
+        words = ("--space", "width=16,17", "--trials", "60", "--run-dir", "small/s", *LENGTH)
+        result = paceline("tune", "my.py:Regression", *words, at=tmp_path)
+        assert result.status == 2, result.all
+        [line] = result.err.strip().splitlines()
+        pattern = (
+            r"60 trials with 3 checkpoints of [\d.]+ KiB each \(predicted\) need [\d.]+ MiB in \d,\d+ files"
+        )
+        assert re.search(pattern, line), line
+        assert "free; use another --run-dir, fewer --trials or --set save.keep=1" in line
+        assert not (tmp_path / "small" / "s").exists()
 
 
 def test_identical_failures_stop_the_study(tmp_path):

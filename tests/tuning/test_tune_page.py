@@ -3,11 +3,12 @@
 import json
 import re
 import shlex
+import time
 from pathlib import Path
 
 import pytest
 
-from browser import start_browser
+from browser import Browser, start_browser
 from command import succeed
 from paceline.tuning.folder import StudyFolder
 from paceline.tuning.report.live import StudyWatch
@@ -94,6 +95,14 @@ def test_live_panel_follows_the_journal(tmp_path):
 SECTION = "document.querySelector('section[aria-label=Study]')"
 
 
+def wait(browser: Browser, script: str) -> None:
+    """Wait until an expression in the page is true."""
+    deadline = time.monotonic() + 60
+    while not browser.run(script):
+        assert time.monotonic() < deadline, f"{script}: {browser.errors}"
+        time.sleep(0.05)
+
+
 @pytest.mark.browser
 @pytest.mark.slow
 @pytest.mark.skipif(why_not_built() is not None, reason=str(why_not_built()))
@@ -102,13 +111,13 @@ def test_page_of_watch_shows_the_study(tmp_path):
     with watch(study, at=tmp_path) as server, start_browser() as browser:
         browser.log_in(f"http://{server.host}{server.path}", server.cookie, server.path)
         browser.open(f"http://{server.host}{server.path}")
-        browser.page.wait_for_function(f"{SECTION}?.querySelectorAll('tbody tr').length == 4")
+        wait(browser, f"{SECTION}?.querySelectorAll('tbody tr').length == 4")
         text = browser.run(f"{SECTION}.innerText")
         assert "4 trials: 3 complete, 1 failed, of 5 planned. Best: trial 1, accuracy 0.9." in text
         assert "<b>no" in text
         assert browser.run(f"{SECTION}.querySelectorAll('b').length") == 0
-        browser.page.wait_for_function(f"{SECTION}.querySelectorAll('td a').length == 2")
-        browser.page.wait_for_function(f"{SECTION}.querySelectorAll('canvas').length == 1")
+        wait(browser, f"{SECTION}.querySelectorAll('td a').length == 2")
+        wait(browser, f"{SECTION}.querySelectorAll('canvas').length == 1")
         with open(study / "events.jsonl", "a") as file:
             for event in (
                 {"event": "suggested", "trial": 4, "values": {"lr": 0.03}},
@@ -116,5 +125,5 @@ def test_page_of_watch_shows_the_study(tmp_path):
                 {"event": "finished", "trial": 4, "state": "complete"},
             ):
                 file.write(json.dumps({**event, "time": 2.0}) + "\n")
-        browser.page.wait_for_function(f"{SECTION}.innerText.includes('Best: trial 4, accuracy 0.95.')")
+        wait(browser, f"{SECTION}.innerText.includes('Best: trial 4, accuracy 0.95.')")
         assert browser.errors == []

@@ -3,7 +3,7 @@
 import getpass
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import psutil
 from paceline.cluster.machine import Directory, Quota
 from paceline.cluster.quota import find_quota, parse
 from paceline.cluster.run_tool import run
+from paceline.units import format_bytes
 
 # Environment variables with which sites name the directories of a user.
 NAMES = (
@@ -94,6 +95,26 @@ def examine(
         quota=quota
         or find_quota(real_path, mount.point if mount else None, mount.device if mount else None, quotas),
     )
+
+
+def find_shortages(directory: Directory, size_bytes: float, files: int) -> Iterator[str]:
+    """Yield what a directory lacks for more bytes and files, on its file system and of its quota."""
+    if directory.free_bytes is not None and size_bytes > directory.free_bytes:
+        yield f"{format_bytes(directory.free_bytes)} free"
+    if directory.free_files is not None and files > directory.free_files:
+        yield f"space for {directory.free_files:,} files"
+    quota = directory.quota
+    if quota is None:
+        return
+    left = max(0, (quota.limit_bytes or 0) - quota.used_bytes)
+    if quota.limit_bytes is not None and size_bytes > left:
+        yield f"{format_bytes(left)} left of a quota of {format_bytes(quota.limit_bytes)}"
+    if (
+        quota.limit_files is not None
+        and quota.used_files is not None
+        and files > (files_left := max(0, quota.limit_files - quota.used_files))
+    ):
+        yield f"{files_left:,} files left of a quota of {quota.limit_files:,}"
 
 
 class Stripes(NamedTuple):

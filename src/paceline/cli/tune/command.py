@@ -78,11 +78,14 @@ def _open(request: TuningRequest) -> "tuple[StudyFolder, StudyDefinition]":
 def _create(request: TuningRequest) -> "tuple[StudyFolder, StudyDefinition]":
     """Create the folder of a new study and return its definition. Raises an Error."""
     from paceline.launch.launchers import check_count
-    from paceline.tuning.folder import create_study
+    from paceline.tuning.disk_space import check_disk
+    from paceline.tuning.folder import choose_study, create_study
 
     definition = _define(request)
     check_count(definition.search.ranks)
-    folder = create_study(request.run_dir, definition.request["task"])
+    task = definition.request["task"]
+    check_disk(definition, choose_study(request.run_dir, task).path)
+    folder = create_study(request.run_dir, task)
     definition.write(folder.definition)
     return folder, definition
 
