@@ -306,6 +306,18 @@ def test_trials_that_violate_a_bound_never_start(tmp_path):
 
 
 @pytest.mark.slow
+def test_study_whose_trials_are_all_refused_says_what_would_fit(tmp_path):
+    write_task(tmp_path)
+    words = ("--grid", "width=12,8", "--where", "parameters<100", "--run-dir", "s", *LENGTH)
+    result = paceline("tune", "my.py:Regression", *words, at=tmp_path)
+    assert result.status == 2, result.all
+    smallest = 6 * 8 + 8 + 3 * (8 * 8 + 2 * 8) + 3 * 8 + 3
+    line = result.err.strip().splitlines()[-1]
+    assert line.startswith("paceline: no trial can start: 2 trials refused in a row, the last because ")
+    assert line.endswith(f"requires parameters<100; the smallest predicted parameters was {smallest}")
+
+
+@pytest.mark.slow
 def test_asha_continues_the_best_trials_exactly(tmp_path):
     """A promoted trial has the losses of a training that was never paused."""
     write_task(tmp_path)

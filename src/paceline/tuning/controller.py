@@ -5,7 +5,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline import events
@@ -30,12 +30,12 @@ from paceline.tuning.journal import (
 )
 from paceline.tuning.outcome import describe_failure, is_trained, read_metrics
 from paceline.tuning.prediction.placement import Placement, RefusedTrial
-from paceline.tuning.prediction.quantities import PREFIX
+from paceline.tuning.prediction.quantities import PREFIX, describe_nearest
 from paceline.tuning.samplers.table import SAMPLERS
 from paceline.tuning.schedulers.median_rule import EvaluationCurve, is_hopeless
 from paceline.tuning.schedulers.population import copy_checkpoint, list_exploits
 from paceline.tuning.schedulers.rungs import choose_trial, find_rung, has_all_trials, is_at_end, list_shares
-from paceline.units import parse_duration_s
+from paceline.units import parse_duration_s, several
 
 IDENTICAL_FAILURES = 3  # in a row end a study
 REFUSED_IN_A_ROW = 50
@@ -54,6 +54,7 @@ class Controller:
         self._folder, self._definition, self._report = folder, definition, report
         self._is_metric_known = False
         self._checked = 0.0
+        self._refused: list[Mapping[str, float]] = []  # predictions of trials that violated a condition
         self._curves: dict[int, EvaluationCurve] = {}
         self._begin: dict[int, int] = {}  # position of the first event of the training of a trial
 
@@ -87,6 +88,7 @@ class Controller:
                         break
                 if not executor.running:
                     self._end_paused()
+                    self._check_refusals(max(1, len(self.state.trials)))
                     return True
                 self._check_first_evaluation(executor)
                 time.sleep(POLL_S)
@@ -195,14 +197,23 @@ class Controller:
             placement = choose_ranks(spec, launch, search.ranks)
         else:
             placement = predict_trial(spec, launch, search.ranks_per_trial)
-        check_bounds(self._definition.bounds, placement)
+        try:
+            check_bounds(self._definition.bounds, placement)
+        except RefusedTrial:
+            self._refused.append(placement.predicted)
+            raise
         return placement
 
-    def _check_refusals(self) -> None:
-        """Raise RunError if only refused trials follow one another."""
-        last = list(self.state.trials.values())[-REFUSED_IN_A_ROW:]
-        if len(last) == REFUSED_IN_A_ROW and all(trial.state == "refused" for trial in last):
-            raise RunError(f"{REFUSED_IN_A_ROW} trials in a row were refused; the last: {last[-1].message}")
+    def _check_refusals(self, least: int = REFUSED_IN_A_ROW) -> None:
+        """Raise RunError if the last trials, at least that many, were all refused."""
+        last = list(self.state.trials.values())[-least:]
+        if len(last) < least or any(trial.state != "refused" for trial in last):
+            return
+        nearest = describe_nearest(self._definition.bounds, self._refused)
+        raise RunError(
+            f"no trial can start: {several(len(last), 'trial')} refused in a row, the last because "
+            f"{last[-1].message}{nearest}"
+        )
 
     def _build_request(self, trial: Trial, placement: Placement) -> tuple[Spec, Launch]:
         """Return the request of the next stage of a trial.

@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import SpecError
@@ -56,6 +56,18 @@ def parse_bound(text: str) -> Bound:
                 f"--where {text}: {value!r} is no value of {name}; write {name}{sign}{example}"
             ) from None
     return Bound(name, sign, float(limit), text)
+
+
+def describe_nearest(bounds: Sequence[Bound], refused: Sequence[Mapping[str, float]]) -> str:
+    """Return what would have to be allowed for one of the refused predictions, as the end of a sentence."""
+    parts = []
+    for bound in bounds:
+        values = [predicted[bound.name] for predicted in refused if bound.name in predicted]
+        if values and not any(bound.holds({bound.name: value}) for value in values):
+            is_upper = bound.operator in ("<", "<=")
+            nearest = format_quantity(bound.name, min(values) if is_upper else max(values))
+            parts.append(f"the {'smallest' if is_upper else 'largest'} predicted {bound.name} was {nearest}")
+    return f"; {' and '.join(parts)}" if parts else ""
 
 
 def format_quantity(name: str, value: float) -> str:
