@@ -4,6 +4,7 @@ import copy
 import gzip
 import itertools
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -27,7 +28,7 @@ from paceline import Spec, train
 from paceline.distributed import clock_offset
 from paceline.distributed.dtensor import is_materialized, local_tensor
 from paceline.distributed.world import World
-from paceline.errors import SpecError
+from paceline.errors import RunError, SpecError
 from paceline.events import Noted, Profiled, Step
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
@@ -38,6 +39,7 @@ from paceline.training.tracing import step_tracer
 from paceline.training.tracing.collectives import find_collectives
 from paceline.training.tracing.profiled_ops import ProfiledOp
 from paceline.training.tracing.ranges import RangeStack
+from paceline.training.tracing.trace_files import RankEvents, TextPart, merge_traces, write_rank_trace
 from pages import read_blocks
 
 pytestmark = pytest.mark.processes
@@ -86,6 +88,10 @@ def trace(folder: Path, plan: str, task: Any = None, size: int = 2, spec: Spec =
         alone = json.loads(gzip.decompress((path / f"{rank}.json.gz").read_bytes()))
         merged = json.loads(gzip.decompress((path / "all.json.gz").read_bytes()))["traceEvents"]
         assert alone["traceEvents"] == [event for event in merged if event["pid"] == rank]
+    for file in path.iterdir():
+        member = zlib.decompressobj(wbits=31)
+        assert member.decompress(file.read_bytes())
+        assert (member.eof, member.unused_data) == (True, b""), "browsers read only the first member"
     return whole
 
 
@@ -268,6 +274,37 @@ def test_files_that_cannot_be_written(tmp_path: Path) -> None:
     [note] = [event.message for event in events if isinstance(event, Noted)]
     assert note.startswith("the trace of steps 3 to 4 is not complete: rank 0: ")
     assert len([event for event in events if isinstance(event, Step)]) == 6
+
+
+def test_joined_files_of_ranks(tmp_path: Path) -> None:
+    texts = [[{"ph": "X", "name": f"{rank} é {at}"} for at in range(300 * rank + 1)] for rank in range(3)]
+    parts = [write_rank_trace(tmp_path / f"{rank}.json.gz", text, {}) for rank, text in enumerate(texts)]
+    assert merge_traces(tmp_path, parts, {"ranks": 3}) == ""
+    found = json.loads(gzip.decompress((tmp_path / "all.json.gz").read_bytes()))  # checks the CRC
+    assert found["traceEvents"] == [event for text in texts for event in text]
+    assert found["otherData"] == {"ranks": 3}
+    wrong = [parts[0]._replace(text=parts[1].text), *parts[1:]]
+    merge_traces(tmp_path, wrong, {})
+    with pytest.raises(gzip.BadGzipFile, match="CRC"):
+        gzip.decompress((tmp_path / "all.json.gz").read_bytes())
+    assert "MiB, and at most 64 MiB" in merge_traces(tmp_path, [RankEvents(0, 2**27, parts[0].text)], {})
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**20 - 1, 2**20, 2**20 + 1])
+def test_checksum_of_joined_texts(size: int) -> None:
+    before, after = b"paceline", bytes(at % 251 for at in range(size))
+    assert TextPart.of(before).join(TextPart.of(after)) == TextPart.of(before + after)
+
+
+def test_file_of_a_rank_on_another_disk(tmp_path: Path) -> None:
+    events = write_rank_trace(tmp_path / "0.json.gz", [{"ph": "X"}], {})
+    os.truncate(tmp_path / "0.json.gz", events.end - 1)
+    with pytest.raises(RunError, match=r"^0\.json\.gz is not complete$"):
+        merge_traces(tmp_path, [events], {})
+    (tmp_path / "0.json.gz").unlink()
+    with pytest.raises(RunError, match=r"^0\.json\.gz is missing$"):
+        merge_traces(tmp_path, [events], {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_steps_outside_of_the_training(tmp_path: Path) -> None:

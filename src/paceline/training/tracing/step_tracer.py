@@ -29,6 +29,7 @@ from paceline.training.tracing.profiled_ops import read_profiled_ops
 from paceline.training.tracing.ranges import OpenRange, open_profiler_range
 from paceline.training.tracing.trace_files import (
     ALL,
+    RankEvents,
     describe_failures,
     merge_traces,
     rank_file,
@@ -135,13 +136,16 @@ class _OpenTrace:
         world, run = self.context.world, self.context.run
         assert run is not None
         folder = run.traces / f"steps_{first}-{last}"
-        failures = gather_objects(self._stop_for_files(), world.size)
+        failures: list[str | None] = gather_objects(self._stop_for_files(), world.size)
+        written: list[RankEvents | str] = []
         if not any(failures):
-            failures = gather_objects(self._write(first, last), world.size)
+            written = gather_objects(self._write(first, last), world.size)
+            failures = [result if isinstance(result, str) else None for result in written]
         why = describe_failures(failures)
         if not why and world.rank == 0:
             try:
-                why = merge_traces(folder, world.size, self._facts(first, last))
+                ranks = [result for result in written if not isinstance(result, str)]
+                why = merge_traces(folder, ranks, self._facts(first, last))
             except RunError as error:
                 why = str(error)
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
@@ -156,8 +160,8 @@ class _OpenTrace:
             return "another profiler of torch is active; leave either of them out"
         return None if self.stop() else "a collective of these steps did not end"
 
-    def _write(self, first: int, last: int) -> str | None:
-        """Write the trace of this rank, and return why that is not possible, or None. A collective."""
+    def _write(self, first: int, last: int) -> RankEvents | str:
+        """Write the trace of this rank, and return what it has, or why that is not possible. A collective."""
         context = self.context
         assert context.run is not None
         rank, recorded = context.world.rank, read_collectives()
@@ -171,14 +175,13 @@ class _OpenTrace:
         folder = context.run.traces / f"steps_{first}-{last}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_rank_trace(
+            return write_rank_trace(
                 folder / rank_file(rank),
                 events,
                 self._facts(first, last) | {"rank": rank, "clock_error_us": self.clock.error_ns / 1000},
             )
         except (OSError, RunError) as error:
             return reason(error)
-        return None
 
     def _facts(self, first: int, last: int) -> dict[str, Any]:
         context = self.context
