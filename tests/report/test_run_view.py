@@ -31,7 +31,7 @@ from paceline.events import (
 )
 from paceline.launch.failure_cause import read_failures
 from paceline.report import history as report_history
-from paceline.report.run_view import RunView, glance, view
+from paceline.report.run_view import EarlierEvents, RunView, glance, view
 from paceline.report.summary import WARM_UP_STEPS, SummaryBuilder
 from paceline.run import RunFolder
 from paceline.spec import Launch, Spec
@@ -300,6 +300,37 @@ def summarize_simply(happened: list[Event]) -> tuple[object, ...]:
     )
 
 
+def test_a_summary_that_continues_has_the_medians_of_all_steps():
+    for seed in range(20):
+        draw = random.Random(seed)
+        happened, builder = history(draw, 60, 3), SummaryBuilder()
+        for at, event in enumerate(happened):
+            builder.add(event)
+            if builder.history.points and draw.random() < 0.3:
+                assert builder.build().step_s == pytest.approx(summarize_simply(happened[: at + 1])[3])
+
+
+def test_medians_of_steps_that_represent_others(monkeypatch):
+    monkeypatch.setattr(report_history, "MAX_POINTS", 16)
+    draw, builder, expanded = random.Random(1), report_history.History(), []
+    step = next(event for event in history(draw, 9, 1) if isinstance(event, Step))
+    for number in range(1, 80):
+        count = draw.randint(1, 3)
+        seconds = draw.random()
+        expanded += [seconds] * count
+        builder.add(dataclasses.replace(step, step=len(expanded), step_s=seconds), count)
+        if len(builder.points) < number:  # then neighbours are merged
+            break
+        assert builder.find_medians(-1)[0] == pytest.approx(statistics.median(expanded))
+        assert builder.num_steps == len(expanded)
+        assert builder.step_s == pytest.approx(sum(expanded))
+    assert builder.num_steps == len(expanded), "after a merge, too"
+    medians = builder.find_medians(-1)[0]
+    assert medians == pytest.approx(
+        statistics.median(value for point in builder.points for value in [point.step_s] * point.num_steps)
+    )
+
+
 def history(draw: random.Random, steps: int, starts: int) -> list[Event]:
     found: list[Event] = []
     at = 0
@@ -453,6 +484,21 @@ def test_a_long_run_is_read_once_and_in_bounded_memory(long_run, small_limits):
     assert breakdown.sampled is not None
     assert breakdown.step_s == pytest.approx(0.2, rel=0.02)
     assert breakdown.profiles == 8
+
+
+def test_a_glance_that_continues_sees_the_same(tmp_path):
+    for seed in range(6):
+        draw, run, earlier = random.Random(seed), RunFolder(tmp_path / str(seed)), EarlierEvents()
+        run.path.mkdir()
+        lines = [events.dumps(event) + "\n" for event in history(draw, 60, 3)]
+        at = 0
+        while at < len(lines):
+            at += draw.randint(1, 12)
+            run.events.write_text("".join(lines[:at]))
+            assert glance(run, 500, earlier) == glance(run, 500)
+        assert earlier.position > 0
+        run.events.write_text("".join(lines[:3]))
+        assert glance(run, 500, earlier) == glance(run, 500), "another file replaced it"
 
 
 def test_a_glance_at_a_long_run_reads_its_end(long_run, tmp_path):

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from paceline.report import curves as report_curves
 from paceline.report.run_view import CurveReader
-from paceline.web import runs
+from paceline.web import curves, runs
 from paceline.web.curves import Selection
 from paceline.web.panels import build
 from paceline.web.preview import PREVIEW
 from paceline.web.runs import RunList, WatchedRun
-from run_lines import folder, started, step
+from run_lines import folder, make_history, started, step
 
 PREDICTED = {
     "plan": "ddp",
@@ -166,6 +167,34 @@ def test_many_metrics_are_bounded(run):
     assert any("only the first 64 of 10,000 metrics are kept" in text for text in panels["problems"])
     assert show(run, filter="metric 63")[0]["curves"]["names"] == ["metric:metric 63"]
     assert len(json.dumps([panels, tables])) < 200_000
+
+
+@pytest.mark.parametrize("axis", ["step", "samples", "time"])
+def test_a_page_that_continues_shows_the_same(axis, tmp_path, monkeypatch):
+    """As one that is opened: also after resumes, and when buckets and points were merged."""
+    monkeypatch.setattr(report_curves, "MAX_BUCKETS", 64)
+    monkeypatch.setattr(curves, "MAX_POINTS", 16)
+    draw = random.Random(7)
+    lines = make_history(draw, 150, 4)
+    run = folder(tmp_path / "run", lines[:1])
+    watched, at, seen = WatchedRun("x", run), 1, set()
+    while at < len(lines):
+        new = lines[at : (at := at + draw.randint(1, 20))]
+        with run.events.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in new)
+        panels, tables = build(watched, Selection(axis=axis))
+        fresh, expected = show(run, axis=axis)
+        width = fresh["curves"]["count"] and watched.view.curves.width
+        if width == 1:  # a view that continues has merged other steps than one that reads all at once
+            assert tables == expected
+            assert panels == fresh
+        seen.add(width)
+        whole = curves.CurveTables().build(watched.view, axis, panels["curves"]["names"])
+        assert {name: tables[name] for name in whole} == whole
+    assert len(seen) > 1, "buckets were merged"
+    watched.view.curves.columns["loss"].low[0] = -1.0
+    kept = watched.curves.build(watched.view, axis, ["step:loss"])["curve:step:loss"]["low"]
+    assert kept[0] != -1.0, "points that cannot change are not computed again"
 
 
 def test_list_follows_the_folder(tmp_path):

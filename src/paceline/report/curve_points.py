@@ -43,6 +43,13 @@ def find_points(
     if until < len(x) and end is not None and (not until or x[until - 1] < end):
         until += 1  # the bucket in which the range ends
     size = max(1, -(-(until - first) // max(1, limit)))
+    return group_points(column, name, axis, x, first, until, size)
+
+
+def group_points(
+    column: BucketColumn, name: str, axis: str, x: Sequence[float], first: int, until: int, size: int
+) -> CurvePoints:
+    """Return a point for each `size` buckets from `first` to `until`."""
     ends = [min(at + size, until) for at in range(first, until, size)]
     groups = column.group_all(first, until, size)
     return CurvePoints(

@@ -10,8 +10,8 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
-from operator import sub
+from itertools import accumulate, chain, compress, count
+from operator import lt, sub
 from typing import Any
 
 from paceline.events import Started
@@ -148,6 +148,7 @@ class StepCurves:
         self.clock_jumps: list[
             tuple[int, float]
         ] = []  # steps, and by how many seconds the clock was set back
+        self.rewinds = 0  # how often buckets besides the last were merged or removed
         self._reread = reread
         self.time: float | None = None  # time of the previous step or start
 
@@ -171,7 +172,7 @@ class StepCurves:
         column = self.columns.get(name)
         if column is None or name.startswith(NAMED_LOSS):
             return None
-        at = next((at for at in range(len(self)) if column.count[at] < self.counts[at]), None)
+        at = next(compress(count(), map(lt, column.count, self.counts)), None)
         if at is None:
             return None
         return sum(self.counts) - sum(column.count), self.firsts[at], self.steps[at]
@@ -271,6 +272,7 @@ class StepCurves:
     def _halve(self) -> None:
         """Merge each two neighbouring buckets."""
         self.width *= 2
+        self.rewinds += 1
         pairs = range(0, len(self) - 1, 2)
         single = [len(self) - 1] if len(self) % 2 else []
         counts = [self.counts[at] + self.counts[at + 1] for at in pairs] + [self.counts[at] for at in single]
@@ -287,6 +289,7 @@ class StepCurves:
         kept = bisect.bisect_right(self.steps, step)
         if kept == len(self):
             return
+        self.rewinds += 1
         straddles = self.firsts[kept] <= step
         begin, begin_time = self.positions[kept], self.begins[kept]
         for array_ in self.arrays:

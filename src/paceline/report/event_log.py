@@ -5,7 +5,7 @@ from array import array
 from collections import deque
 from collections.abc import Mapping
 
-from paceline.events import Evaluated, Event, Failed, Noted, Profiled, Saved, Stalled, Started
+from paceline.events import Evaluated, Event, Failed, Noted, Profiled, Saved, Stalled, Started, Step
 from paceline.report.curves import BucketColumn, keep_last_of_pairs
 
 MAX_EVENTS = 1000  # of each kind: the last ones are kept
@@ -67,9 +67,12 @@ class EvaluationCurves:
 
 
 class EventLog:
-    """Collects events. A start removes what a resumed run repeats."""
+    """Collects events. A start removes what a resumed run repeats.
+
+    version: number of events besides steps so far."""
 
     def __init__(self) -> None:
+        self.version = 0
         self.starts: deque[Started] = deque(maxlen=MAX_EVENTS)
         self.first_start: Started | None = None
         self.evaluations = EvaluationCurves()
@@ -80,6 +83,7 @@ class EventLog:
         self.notes: deque[Noted] = deque(maxlen=MAX_EVENTS)
 
     def add(self, event: Event) -> None:
+        self.version += not isinstance(event, Step)
         match event:
             case Started():
                 self.first_start = self.first_start or event

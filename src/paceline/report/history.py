@@ -1,7 +1,9 @@
 """The steps of a run in bounded memory: all steps of a short run, or evenly spaced steps and exact sums."""
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from paceline.events import Step
@@ -45,12 +47,41 @@ class HistoryPoint(NamedTuple):
         )
 
 
+@dataclass
+class _Sums:
+    """Sums over the first points. They are added in the order of the points."""
+
+    points: int = 0
+    num_steps: int = 0
+    step_s: float = 0.0
+    data_s: float = 0.0
+
+
+class _SortedRates:
+    """The durations and rates of the points from one on, ascending, each with its number of steps."""
+
+    def __init__(self, first: int):
+        self.first = self.until = first  # points
+        self.step_s: list[tuple[float, int]] = []
+        self.samples_per_s: list[tuple[float, int]] = []
+
+    def extend(self, points: Sequence[HistoryPoint]) -> None:
+        self.until += len(points)
+        self.step_s += [(point.step_s, point.num_steps) for point in points]
+        self.samples_per_s += [(point.samples_per_s, point.num_steps) for point in points]
+        for values in (self.step_s, self.samples_per_s):
+            values.sort()  # of values that are mostly sorted, this takes linear time
+
+
 class History:
-    """Steps in ascending order. A repeated step replaces itself and all later steps: the run was resumed."""
+    """Steps in ascending order. A repeated step replaces itself and all later steps: the run was resumed.
+
+    Sums and medians continue from those of the last call."""
 
     def __init__(self) -> None:
         self.points: list[HistoryPoint] = []
         self.first: HistoryPoint | None = None  # it is never removed
+        self._sums, self._rates = _Sums(), _SortedRates(0)
 
     def add(self, event: Step, count: int = 1) -> None:
         if self.points and event.step <= self.points[-1].step:
@@ -61,10 +92,13 @@ class History:
             pairs = zip(self.points[::2], self.points[1::2], strict=False)
             unpaired = self.points[-1:] if len(self.points) % 2 else []
             self.points = [earlier.merge(later) for earlier, later in pairs] + unpaired
+            self._forget()
 
     def cut(self, step: int) -> None:
         """Remove the steps after `step`."""
         at = bisect.bisect_right(self.points, step, key=lambda point: point.step)
+        if at == len(self.points) and (self.first is None or self.first.step <= step):
+            return
         straddling = self.points[at] if at < len(self.points) else None
         del self.points[at:]
         begin = (
@@ -76,22 +110,48 @@ class History:
             self.points.append(straddling.truncate(step, begin))
         if self.first is not None and self.first.step > step:
             self.first = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._sums, self._rates = _Sums(), _SortedRates(0)
+
+    def _sum_up(self) -> _Sums:
+        sums = self._sums
+        for point in self.points[sums.points :] if sums.points else self.points:
+            sums.num_steps += point.num_steps
+            sums.step_s += point.total_step_s
+            sums.data_s += point.total_data_s
+        sums.points = len(self.points)
+        return sums
+
+    def find_medians(self, step: int) -> tuple[float | None, float | None]:
+        """Return the medians of step_s and samples_per_s over the steps after `step`, or over all if none is.
+
+        None if there are no steps."""
+        first = bisect.bisect_right(self.points, step, key=lambda point: point.step)
+        if first == len(self.points):
+            first = 0
+        if self._rates.first != first:
+            self._rates = _SortedRates(first)
+        self._rates.extend(self.points[self._rates.until :])
+        pick = _median_of_counted if self.is_thinned else _median_of_single
+        return pick(self._rates.step_s), pick(self._rates.samples_per_s)
 
     @property
     def num_steps(self) -> int:
-        return sum(point.num_steps for point in self.points)
+        return self._sum_up().num_steps
 
     @property
     def step_s(self) -> float:
-        return sum(point.total_step_s for point in self.points)
+        return self._sum_up().step_s
 
     @property
     def data_s(self) -> float:
-        return sum(point.total_data_s for point in self.points)
+        return self._sum_up().data_s
 
     @property
     def is_thinned(self) -> bool:
-        return any(point.num_steps > 1 for point in self.points)
+        return self.num_steps > len(self.points)
 
 
 class TimeSpent:
@@ -115,14 +175,19 @@ class TimeSpent:
         return sum(seconds for _, seconds in self._at)
 
 
-def median(values: Iterable[tuple[float, int]]) -> float | None:
-    """Return the median of (value, count) pairs; None if there are none."""
-    ordered: Sequence[tuple[float, int]] = sorted(values)
-    half, before = sum(count for _, count in ordered) / 2, 0
-    for at, (value, count) in enumerate(ordered):
+def _median_of_single(values: Sequence[tuple[float, int]]) -> float | None:
+    """Return the median of ascending (value, 1) pairs; None if there are none."""
+    middle = len(values) // 2
+    return (values[middle][0] + values[~middle][0]) / 2 if values else None
+
+
+def _median_of_counted(values: Sequence[tuple[float, int]]) -> float | None:
+    """Return the median of ascending (value, count) pairs; None if there are none."""
+    half, before = sum(map(itemgetter(1), values)) / 2, 0
+    for at, (value, count) in enumerate(values):
         before += count
         if before > half:
             return value
         if before == half:
-            return (value + ordered[at + 1][0]) / 2
+            return (value + values[at + 1][0]) / 2
     return None

@@ -28,7 +28,7 @@ from itertools import accumulate
 
 from paceline import events
 from paceline.errors import RunError
-from paceline.events import Evaluated, EventReader, Failed, Saved, Skipped, Started, Step
+from paceline.events import Evaluated, Event, EventReader, Failed, Saved, Skipped, Started, Step
 from paceline.report import curve_cache
 from paceline.report.breakdown import RunBreakdown, RunBreakdownBuilder
 from paceline.report.curve_points import AXES, CurvePoints, find_points
@@ -287,19 +287,35 @@ class RunGlance:
     skipped: Skipped = field(default_factory=Skipped)  # of the lines that were read
 
 
-def glance(run: RunFolder, size: int = 2**16) -> RunGlance:
+@dataclass
+class EarlierEvents:
+    """The last events of some kinds before a position in bytes, which a later `glance` does not search."""
+
+    position: int = 0
+    events: Sequence[Event] = ()
+
+
+GLANCED = (Started, Evaluated, Saved, Failed)
+
+
+def glance(run: RunFolder, size: int = 2**16, earlier: EarlierEvents | None = None) -> RunGlance:
     """Return the present state of a run. Raises RunError for an unreadable file.
 
-    size: bytes of the last lines."""
+    size: bytes of the last lines. earlier: what the last call for this run has found, which is updated."""
     skipped, builder = Skipped(), SummaryBuilder()
+    earlier = earlier if earlier is not None else EarlierEvents()
     with events.readable(run.events):
         begin, lines = events.tail(run.events, skipped, size)
-        has_start = any(isinstance(event, Started) for event in lines)
-        before = (
-            events.last(run.events, Started, Evaluated, Saved, Failed, until=(Started,), before=begin)
-            if not has_start
-            else []
-        )
+        if begin < earlier.position:  # another file replaced it
+            earlier.position, earlier.events = 0, ()
+        before: Sequence[Event] = []
+        if not any(isinstance(event, Started) for event in lines):
+            first = earlier.position
+            before = events.last(run.events, *GLANCED, until=(Started,), begin=first, before=begin)
+            if not any(isinstance(event, Started) for event in before):
+                found = {type(event) for event in before}
+                before = [*(event for event in earlier.events if type(event) not in found), *before]
+            earlier.position, earlier.events = begin, before
     for event in [*before, *lines]:
         builder.add(event)
     return RunGlance(builder.build(), skipped)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from paceline.events import Ended, Evaluated, Event, Failed, NoiseMeasured, Noted, Saved, Started, Step
-from paceline.report.history import History, TimeSpent, median
+from paceline.report.history import History, TimeSpent
 
 WARM_UP_STEPS = 3  # of each start, excluded from rates: they allocate, connect and compile
 MAX_EVENTS = 1000  # number of last evaluations, saves and failures that are kept
@@ -100,7 +100,7 @@ class SummaryBuilder:
     def build(self) -> Summary:
         history, started, ended = self.history, self._started, self._ended
         warm_from = (started.step if started is not None else 0) + WARM_UP_STEPS
-        warm = [point for point in history.points if point.step > warm_from] or history.points
+        median_step_s, median_samples_per_s = history.find_medians(warm_from)
         evaluating_s, saving_s = self._evaluating.total_s, self._saving.total_s
         step_s, data_s = history.step_s, history.data_s
         total_s = step_s + evaluating_s + saving_s
@@ -118,8 +118,8 @@ class SummaryBuilder:
             first_loss=history.first.loss if history.first is not None else None,
             last_loss=history.points[-1].loss if history.points else None,
             metrics=self._evaluated[-1].metrics if self._evaluated else {},
-            samples_per_s=median((point.samples_per_s, point.num_steps) for point in warm),
-            step_s=median((point.step_s, point.num_steps) for point in warm),
+            samples_per_s=median_samples_per_s,
+            step_s=median_step_s,
             total_s=total_s,
             shares={name: seconds / total_s for name, seconds in parts.items()} if total_s else {},
             saved=tuple(self._saved),

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.errors import Error
 
-MAX_SHARE = 0.05  # of the time that computations may take
+MAX_SHARE = 0.005  # of a core that computations may take
 
 
 class BackgroundPanel:
@@ -20,20 +20,24 @@ class BackgroundPanel:
         self.version = 0
         self._compute, self._every_s = compute, every_s
         self._seen: object = None  # what the last computation has read
+        self._is_final = False
         self._due = 0.0
         self._thread: threading.Thread | None = None
 
-    def poll(self, signature: object) -> None:
-        """Start a computation if the files have another signature than at the last one, and it is due."""
+    def poll(self, signature: object, is_final: bool = False) -> None:
+        """Start a computation if the files have another signature than at the last one, and it is due.
+
+        is_final: whether the run has ended. Then the first computation is due at once."""
         if self._thread is not None and self._thread.is_alive():
             return
-        if signature != self._seen and time.monotonic() >= self._due:
-            self._seen = signature
+        is_due = time.monotonic() >= self._due or (is_final and not self._is_final)
+        if signature != self._seen and is_due:
+            self._seen, self._is_final = signature, is_final
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
-        began = time.monotonic()
+        began_s = time.thread_time()
         try:
             panel = self._compute()
         except (Error, OSError) as error:
@@ -41,5 +45,5 @@ class BackgroundPanel:
         if panel != self.panel:
             self.panel = panel
             self.version += 1
-        now = time.monotonic()
-        self._due = now + max(self._every_s, (now - began) / MAX_SHARE)
+        spent_s = time.thread_time() - began_s
+        self._due = time.monotonic() + max(self._every_s, spent_s / MAX_SHARE)

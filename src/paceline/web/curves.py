@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import RunError
-from paceline.report.curve_points import AXES, CurvePoints
+from paceline.report.curve_points import AXES, CurvePoints, group_points
+from paceline.report.curves import StepCurves
 from paceline.report.run_view import RunView
 
 MAX_CURVES = 24  # that are sent at once; others are found by their names
@@ -21,6 +22,7 @@ UNITS = {
     "grad_norm": "",
     "lr": "",
 }
+Columns = dict[str, list[Any]]
 AXIS_UNITS = {"step": "step", "samples": "samples", "time": "s", "energy": "J"}
 # The fields of a step by importance; other quantities are named losses.
 ORDER = ("loss", "grad_norm", "lr", "samples_per_s", "step_s", "data_s")
@@ -77,15 +79,45 @@ def find_curve(view: RunView, key: str, axis: str, limit: int = MAX_POINTS, **ra
     return view.curve(name, axis, limit=limit, **range_)
 
 
-def build_tables(view: RunView, axis: str, keys: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
-    """Return the points of curves as columns. A run without steps has none."""
-    known = [
-        key for key in keys if key.startswith("metric:") or key.removeprefix("step:") in view.curves.columns
-    ]
-    return {f"curve:{key}": to_columns(find_curve(view, key, axis)) for key in known}
+class CurveTables:
+    """The points of the curves of a run as columns. Points that cannot change are kept for the next call.
+
+    The number of buckets per point is a power of two: so it changes seldom, and all points with it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], Columns] = {}  # by axis and key, the first points of curves
+        self._state: tuple[StepCurves | None, int, int] = (None, 0, 0)  # to which they belong
+
+    def build(self, view: RunView, axis: str, keys: Sequence[str]) -> dict[str, Columns]:
+        """Return the columns of curves by name. A run without steps has none."""
+        curves, size = view.curves, 1
+        while size * MAX_POINTS < len(curves):
+            size *= 2
+        if self._state != (state := (curves, curves.rewinds, size)):
+            self._kept, self._state = {}, state
+        tables = {}
+        for key in keys:
+            if key.startswith("metric:"):
+                tables[f"curve:{key}"] = to_columns(find_curve(view, key, axis))
+            elif key.removeprefix("step:") in curves.columns:
+                tables[f"curve:{key}"] = self._extend(view, axis, key, size)
+        return tables
+
+    def _extend(self, view: RunView, axis: str, key: str, size: int) -> Columns:
+        """Return the columns of a curve of steps."""
+        name, until = key.removeprefix("step:"), len(view.curves)
+        kept = self._kept.get((axis, key), {})
+        first = size * len(kept.get("x", ()))
+        x = view.values_of(axis)
+        new = to_columns(group_points(view.curves.columns[name], name, axis, x, first, until, size))
+        table = {column: kept.get(column, []) + values for column, values in new.items()}
+        if axis != "energy":  # a later sample changes how much was used until a step
+            whole = max(0, until - 1) // size  # steps may still be added to the last bucket
+            self._kept[axis, key] = {column: values[:whole] for column, values in table.items()}
+        return table
 
 
-def to_columns(points: CurvePoints) -> dict[str, list[Any]]:
+def to_columns(points: CurvePoints) -> Columns:
     return {
         "x": round_all(points.x, 10),
         "low": round_all(points.low),

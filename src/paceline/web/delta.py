@@ -1,6 +1,8 @@
 """Differences between two states of a page, so that a stream sends only what is new."""
 
 from collections.abc import Mapping, Sequence
+from itertools import compress, count
+from operator import ne
 from typing import Any
 
 Rows = Sequence[Mapping[str, Any]]
@@ -82,15 +84,26 @@ def _diff(old: dict[str, list[Any]] | None, new: dict[str, list[Any]]) -> dict[s
         return None
     if old is None or list(old) != list(new) or not new:
         return {"drop": 0, "keep": 0, "columns": new}
-    before, after = list(zip(*old.values(), strict=True)), list(zip(*new.values(), strict=True))
-    drop = 0
-    if before and after:
-        first = after[0]
-        drop = next((at for at, row in enumerate(before) if row == first), 0)
-    keep = 0
-    for old_row, new_row in zip(before[drop:], after, strict=False):
-        if old_row != new_row:
-            break
-        keep += 1
+    columns = [*zip(old.values(), new.values(), strict=True)]
+    drop = _find_first_row(columns)
+    keep = min(_count_equal(before[drop:] if drop else before, after) for before, after in columns)
     drop = drop if keep else 0
     return {"drop": drop, "keep": keep, "columns": {name: values[keep:] for name, values in new.items()}}
+
+
+def _find_first_row(columns: Sequence[tuple[list[Any], list[Any]]]) -> int:
+    """Return the first row of the old columns that equals the first of the new columns; 0 if none does."""
+    before, after = columns[0]
+    at = -1
+    while after and after[0] in before[at + 1 :]:
+        at = before.index(after[0], at + 1)
+        if all(old[at] == new[0] for old, new in columns):
+            return at
+    return 0
+
+
+def _count_equal(before: list[Any], after: list[Any]) -> int:
+    """Return the number of values with which both begin. No loop of the interpreter compares them."""
+    if before == after[: len(before)]:
+        return len(before)
+    return next(compress(count(), map(ne, before, after)), min(len(before), len(after)))

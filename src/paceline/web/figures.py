@@ -1,6 +1,7 @@
 """The images of `Task.figures` as a panel, and the file of one of them, by identifiers."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ MAX_BYTES = 2**24  # of an image
 def build_figures(run: WatchedRun) -> dict[str, Any] | None:
     """Return identifier, name and steps of each figure; None without figures. Read if a folder changed."""
     folders = list_folders(run.folder)
-    signature = sign(run.folder.figures, *folders)
-    if run.figures is None or run.figures[0] != signature:
-        found = [(_identify(run, folder), list_steps(folder)) for folder in folders]
-        rows = [{"id": key, "name": name, "steps": [*steps]} for key, (name, steps) in found if steps]
-        run.figures = (signature, {"figures": rows} if rows else None)
-    return run.figures[1]
+    return run.keep("figures", sign(run.folder.figures, *folders), lambda: _list_figures(run, folders))
+
+
+def _list_figures(run: WatchedRun, folders: Sequence[Path]) -> dict[str, Any] | None:
+    found = [(_identify(run, folder), list_steps(folder)) for folder in folders]
+    rows = [{"id": key, "name": name, "steps": [*steps]} for key, (name, steps) in found if steps]
+    return {"figures": rows} if rows else None
 
 
 def read_figure(run: WatchedRun, figure: str, step: str) -> bytes | None:

@@ -146,7 +146,7 @@ def _label(name: str, is_long: bool) -> str:
 
 
 def _mean(column: BucketColumn, begin: int, end: int) -> float | None:
-    *_, total, count = column.group(begin, end)
+    total, count = sum(column.total[begin:end]), sum(column.count[begin:end])
     return round_to(total / count, 4) if count else None
 
 

@@ -11,12 +11,12 @@ from paceline.plotting.colours import colour
 from paceline.report.run_view import RunView
 from paceline.report.text import format_event
 from paceline.units import without_controls
-from paceline.web.curves import MAX_CURVES, Selection, build_tables, list_names, round_to
+from paceline.web.curves import MAX_CURVES, Selection, list_names, round_to
 from paceline.web.figures import build_figures
 from paceline.web.machine import build_machine, build_map
-from paceline.web.prediction import read_prediction
+from paceline.web.prediction import StoredPrediction, read_prediction
 from paceline.web.preview import PREVIEW, build_preview
-from paceline.web.runs import WatchedRun, find_state, show_name
+from paceline.web.runs import WatchedRun, find_state, show_name, sign
 from paceline.web.settings import build_differences, build_origin
 
 MAX_MARKS = 300  # of each kind, on the curves
@@ -52,13 +52,18 @@ def build(run: WatchedRun, selection: Selection) -> tuple[Panels, Tables]:
         view = run.view
         has_curves = run.has_curves()
         panels["header"] = build_header(run)
-        panels["curves"], of_curves = build_curves(view, selection) if has_curves else build_preview(view)
+        panels["curves"], of_curves = build_curves(run, selection) if has_curves else build_preview(view)
         tables |= of_curves
         panels["parts"], tables["parts"] = build_parts(run, panels["curves"]["axis"] if has_curves else None)
-        tables["log"] = build_log(view)
-        panels["machine"], of_machine = build_machine(view, selection.node)
-        panels["map"], of_map = build_map(view, selection.map, run.summary.started)
-        tables |= of_machine | of_map
+        tables["log"] = run.keep("log", (view.log, view.log.version), lambda: build_log(view))
+        started = run.summary.started
+        machine, map_ = run.keep(
+            "machine",
+            (run.samples, started, selection),
+            lambda: (build_machine(view, selection.node), build_map(view, selection.map, started)),
+        )
+        panels["machine"], panels["map"] = machine[0], map_[0]
+        tables |= machine[1] | map_[1]
         panels["findings"] = run.findings.panel
         panels["pipeline"] = run.pipeline.panel
         panels["figures"] = build_figures(run)
@@ -71,8 +76,9 @@ def build(run: WatchedRun, selection: Selection) -> tuple[Panels, Tables]:
     return panels, tables
 
 
-def build_curves(view: RunView, selection: Selection) -> tuple[Panels, Tables]:
+def build_curves(run: WatchedRun, selection: Selection) -> tuple[Panels, Tables]:
     """Return which curves are shown, with the marks on them, and their tables."""
+    view = run.view
     axis = selection.axis if selection.axis in view.axes else "step"
     names = list_names(view)
     shown = [name for name in names if selection.filter.lower() in name.lower()][:MAX_CURVES]
@@ -83,7 +89,7 @@ def build_curves(view: RunView, selection: Selection) -> tuple[Panels, Tables]:
         "count": len(names),
         "marks": build_marks(view, axis),
     }
-    return panel, build_tables(view, axis, shown)
+    return panel, run.curves.build(view, axis, shown)
 
 
 def build_comparison(run: WatchedRun, others: Sequence[WatchedRun], panels: Panels) -> tuple[Panels, Tables]:
@@ -101,7 +107,7 @@ def build_comparison(run: WatchedRun, others: Sequence[WatchedRun], panels: Pane
                 axis = shown.get("axis", "step")
                 if axis in other.view.axes:
                     keys = [key for key in shown.get("names", ()) if key in list_names(other.view)]
-                    found = build_tables(other.view, axis, keys)
+                    found = other.curves.build(other.view, axis, keys)
                     tables |= {
                         name.replace("curve:", f"other:{at}:", 1): table for name, table in found.items()
                     }
@@ -124,7 +130,7 @@ def build_header(run: WatchedRun) -> dict[str, Any]:
     left_s = None
     if state == "running" and summary.step_s is not None and math.isfinite(summary.step_s):
         left_s = max(0, started.steps - summary.steps) * summary.step_s
-    prediction = read_prediction(run.folder, started)
+    prediction = _find_prediction(run)
     price = run.price_per_hour if run.price_per_hour is not None else prediction.price_per_hour
     cost = summary.device_s / 3600 * price if price is not None else None
     cost_to_end = left_s * started.ranks / 3600 * price if price is not None and left_s is not None else None
@@ -182,10 +188,10 @@ def build_parts(run: WatchedRun, axis: str | None) -> tuple[dict[str, Any], dict
         table[part] = [round_to(_finite(profile.seconds.get(part)), 4) for profile in profiles]
     panel: dict[str, Any] = {"colours": PART_COLOURS, "memory_colours": MEMORY_COLOURS}
     try:
-        measured = view.break_down()
+        measured = run.keep("parts", _sign_steps(run), view.break_down)
     except RunError as error:
         return panel | {"problem": str(error)}, table
-    prediction = read_prediction(run.folder, run.summary.started)
+    prediction = _find_prediction(run)
     time = compare_parts(TIME_PARTS, _known(measured.seconds, TIME_PARTS), None)
     memory = compare_parts(MEMORY_PARTS, _known(measured.memory, MEMORY_PARTS), None)
     return panel | {
@@ -198,6 +204,23 @@ def build_parts(run: WatchedRun, axis: str | None) -> tuple[dict[str, Any], dict
         "mean_busy_s": round_to(measured.mean_busy_s, 4),
         "unpredicted": prediction.problem,
     }, table
+
+
+def _sign_steps(run: WatchedRun) -> object:
+    """Return a value that differs if a mean over all steps may differ by more than the step is noisy.
+
+    While a run trains, the mean is computed again after each hundredth of its steps."""
+    log, count = run.view.log, len(run.view.steps)
+    is_running = run.summary.ended is None and run.folder.is_locked()
+    return log, log.version, round(100 * math.log1p(count)) if is_running else count
+
+
+def _find_prediction(run: WatchedRun) -> StoredPrediction:
+    """Return the prediction of a run, which is read if its file changed."""
+    started = run.summary.started
+    return run.keep(
+        "prediction", (sign(run.folder.profile), started), lambda: read_prediction(run.folder, started)
+    )
 
 
 def build_log(view: RunView) -> dict[str, list[Any]]:

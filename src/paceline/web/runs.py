@@ -6,21 +6,23 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline import events
 from paceline.errors import Error, RunError
 from paceline.events import Started
 from paceline.report.figure_files import list_folders
 from paceline.report.run_state import describe_run
-from paceline.report.run_view import CurveReader, RunView, glance
+from paceline.report.run_view import CurveReader, EarlierEvents, RunView, glance
 from paceline.report.summary import Summary
 from paceline.run import RunFolder, open_run
 from paceline.units import several, without_controls
 from paceline.web import findings, pipeline
 from paceline.web.background import BackgroundPanel
+from paceline.web.curves import CurveTables
 
 MAX_RUNS = 2000  # in the list: those that were written to last
 MAX_VIEWS = 8  # runs whose history is kept in memory
@@ -30,6 +32,7 @@ LIST_S = 1.0  # between two looks at the folder
 STATES = re.compile("running|done|stopped|interrupted|failed|not started")
 
 Signature = tuple[tuple[str, int, int], ...]
+T = TypeVar("T")
 UNREAD: Signature = (("", 0, 0),)
 
 
@@ -37,7 +40,7 @@ UNREAD: Signature = (("", 0, 0),)
 class ListedRun:
     """A run of the list. `row` is its state when its files had this signature.
 
-    summary: of its last lines, see `glance`; None if they cannot be read."""
+    summary: of its last lines, see `glance`; None if they cannot be read. earlier: the events before them."""
 
     id: str
     folder: RunFolder
@@ -45,6 +48,7 @@ class ListedRun:
     modified: float
     row: dict[str, Any]
     summary: Summary | None
+    earlier: EarlierEvents
 
 
 class RunList:
@@ -103,7 +107,9 @@ class RunList:
                 found.append(before)
                 continue
             modified = max((mtime / 1e9 for _, mtime, _ in signature), default=0.0)
-            found.append(ListedRun(run_id, folder, signature, modified, *_build_row(run_id, folder)))
+            earlier = before.earlier if before is not None else EarlierEvents()
+            row = _build_row(run_id, folder, earlier)
+            found.append(ListedRun(run_id, folder, signature, modified, *row, earlier))
         found.sort(key=lambda run: run.modified, reverse=True)
         found.sort(key=lambda run: (run.row["state"] != "running", _running_name(run)))  # stable
         if len(found) > MAX_RUNS:
@@ -145,8 +151,9 @@ class WatchedRun:
         self.lock = threading.Lock()
         self.findings = BackgroundPanel(lambda: findings.compute_findings(folder), findings.EVERY_S)
         self.pipeline = BackgroundPanel(self._compute_pipeline, pipeline.EVERY_S)
-        self.origin: tuple[Signature, dict[str, Any]] | None = None  # a panel, and of which files it is
-        self.figures: tuple[Signature, dict[str, Any] | None] | None = None  # the same
+        self.curves = CurveTables()
+        self.samples: Signature = UNREAD  # of the files that the last `refresh` has read
+        self._kept: dict[str, tuple[object, Any]] = {}  # see `keep`
         self._signature = UNREAD
         self.was_built = False  # then long computations may begin
         self._reading: threading.Thread | None = None  # the curves of a long run
@@ -188,11 +195,22 @@ class WatchedRun:
 
     def refresh(self) -> None:
         """Read what was appended. The lock must be held. Raises RunError for an unreadable file."""
-        signature = sign(self.folder.events, *self._find_samples())
+        self.samples = sign(*self._find_samples())
+        signature = sign(self.folder.events) + self.samples
         if signature != self._signature:
             if self.view.refresh() or self._signature == UNREAD:
                 self.summary = self.view.summary
             self._signature = signature
+
+    def keep(self, name: str, key: object, compute: Callable[[], T]) -> T:
+        """Return a value, computed if its key differs from that of the last call. The lock must be held.
+
+        name: of the value. key: everything on which it depends."""
+        found = self._kept.get(name)
+        if found is None or found[0] != key:
+            found = self._kept[name] = (key, compute())
+        value: T = found[1]
+        return value
 
     def _compute_pipeline(self) -> dict[str, Any] | None:
         return pipeline.compute_pipeline(
@@ -207,7 +225,7 @@ class WatchedRun:
         files = (self.folder.events, self.folder.spec, self.folder.profile)
         signature = sign(*files, *self._find_samples(), *list_folders(self.folder))
         if self.was_built:  # the first page does not wait for these
-            self.findings.poll((signature, is_locked))
+            self.findings.poll((signature, is_locked), is_final=not is_locked)
             self.pipeline.poll((sign(*pipeline.find_traces(self.folder)), len(self.view.log.starts)))
         phase = (self.was_built, self._reader is not None)
         return signature, is_locked, phase, self.findings.version, self.pipeline.version
@@ -250,10 +268,10 @@ def _is_run(path: Path) -> bool:
     return RunFolder(path).spec.is_file() or RunFolder(path).events.is_file()
 
 
-def _build_row(run_id: str, run: RunFolder) -> tuple[dict[str, Any], Summary | None]:
+def _build_row(run_id: str, run: RunFolder, earlier: EarlierEvents) -> tuple[dict[str, Any], Summary | None]:
     row: dict[str, Any] = {"id": run_id, "name": show_name(run.path), "state": "damaged", "problem": ""}
     try:
-        summary = glance(open_run(run.path, needs_request=run.spec.exists()), ROW_BYTES).summary
+        summary = glance(open_run(run.path, needs_request=run.spec.exists()), ROW_BYTES, earlier).summary
         row["state"], row["sentence"] = find_state(run, summary)
     except Error as error:
         return row | {"problem": str(error)}, None

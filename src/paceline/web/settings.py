@@ -14,16 +14,17 @@ Rows = list[list[Any]]
 def build_origin(run: WatchedRun) -> dict[str, Any]:
     """Return origin and request of a run as rows of name and value. They are read if their files changed."""
     signature = sign(run.folder.spec, run.folder.provenance)
-    if run.origin is None or run.origin[0] != signature:
-        origin, problem = run.folder.origin()
-        request, why = read_request(run.view)
-        panel = {
-            "origin": _to_rows(flatten(origin)),
-            "request": _to_rows(request),
-            "problem": "; ".join(filter(None, (problem, why))),
-        }
-        run.origin = (signature, panel)
-    return run.origin[1]
+    return run.keep("origin", signature, lambda: _read_origin(run))
+
+
+def _read_origin(run: WatchedRun) -> dict[str, Any]:
+    origin, problem = run.folder.origin()
+    request, why = read_request(run.view)
+    return {
+        "origin": _to_rows(flatten(origin)),
+        "request": _to_rows(request),
+        "problem": "; ".join(filter(None, (problem, why))),
+    }
 
 
 def build_differences(runs: Sequence[WatchedRun]) -> Rows:
