@@ -339,8 +339,16 @@ class Task:
         return None
 
     def lr_factor(self, progress: float) -> float:
-        """Return the factor on the learning rate for `--schedule task`. progress: of the schedule, 0 to 1."""
+        """Return the factor on the learning rate for `--schedule task`. progress: of the schedule, 0 to 1.
+
+        It may take `step` and `epoch`, too: `def lr_factor(self, progress, step, epoch)`. They are the steps
+        and the whole epochs that are done.
+        """
         return 1.0
+
+    def _own_schedule(self) -> str | None:
+        """Return the name of a schedule that requires `--schedule task`; None if any schedule will do."""
+        return None
 
     def updates(self) -> Sequence[Update]:
         """Return several optimizers with the parameters and the loss of each, in the order of a step.

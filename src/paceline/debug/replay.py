@@ -275,8 +275,14 @@ class _Replay:
 
     def _lr_factor(self, done: int) -> float:
         batches = self.spec.batches
+        samples = batches.samples_before(done)
         factor = compute_lr_factor(
-            self.schedule, batches.samples_before(done), batches.samples_before(self.total), self.task
+            self.schedule,
+            samples,
+            batches.samples_before(self.total),
+            self.task,
+            done,
+            samples // self.data.samples,
         )
         return factor * lr_factor_of_batch(self.spec, done)
 

@@ -1,5 +1,6 @@
 """A wrapper of the user's task for the ranks of a drill. It logs consumed samples and slows steps down."""
 
+import functools
 import json
 import os
 import time
@@ -111,7 +112,7 @@ def wrap_task(kind: type[Task], log: SampleLog) -> type[Task]:
         return (_Batches if hasattr(samples, "batch_of") else _Samples)(samples, log)
 
     def forward_method(name: str) -> Callable[..., Any]:
-        def method(self: Any, *arguments: Any) -> Any:
+        def method(self: Any, *arguments: Any, **counts: Any) -> Any:
             if name == "loss":
                 _log_loss(log, *arguments)
             elif name == "inputs" and _is_trained(*arguments):
@@ -120,10 +121,12 @@ def wrap_task(kind: type[Task], log: SampleLog) -> type[Task]:
                 *(
                     argument.content if isinstance(argument, NumberedSample) else argument
                     for argument in arguments
-                )
+                ),
+                **counts,
             )
 
-        return method
+        # Its signature says what it is called with.
+        return functools.wraps(kind.lr_factor)(method) if name == "lr_factor" else method
 
     def collate(self: Any, samples: list[NumberedSample]) -> NumberedSample:
         contents = unwrap(self).collate([sample.content for sample in samples])

@@ -436,11 +436,14 @@ class TrainingLoop:
         elif is_first and isinstance(self.update, UpdateSequence):
             self.update.warm_up(micro_batches[0], self.step)
         self.guard.before_step(self.step)
+        done = self.batches.samples_before(self.step)
         lr_factor = compute_lr_factor(
             self.schedule,
-            self.batches.samples_before(self.step),
+            done,
             self.total_samples,
             self.context.task,
+            self.step,
+            done // self.data.samples,
         )
         lr_factor *= lr_factor_of_batch(self.spec, self.step)
         if self.plateau is not None:

@@ -1,5 +1,6 @@
 """Learning-rate schedules: factors on the learning rate as functions of the samples consumed."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 
@@ -42,6 +43,11 @@ def check_schedule(schedule: Schedule, total: int, task: Task | None = None) -> 
             f"schedule.warmup={schedule.warmup} and schedule.decay={_wsd_decay(schedule, length)} samples "
             f"are longer than the schedule, {length} samples; use shorter ones"
         )
+    if schedule.name != "task" and task is not None and (name := task._own_schedule()) is not None:
+        raise TaskError(
+            f"{type(task).__name__} has the schedule {name}, and the request has {schedule.name}; use "
+            "--schedule task"
+        )
     if schedule.name == "task" and task is not None and type(task).lr_factor is Task.lr_factor:
         raise TaskError(
             f"schedule task requires a method lr_factor(progress) of {type(task).__name__}; add it, or use "
@@ -49,11 +55,14 @@ def check_schedule(schedule: Schedule, total: int, task: Task | None = None) -> 
         )
 
 
-def compute_lr_factor(schedule: Schedule, samples: int, total: int, task: Task | None = None) -> float:
+def compute_lr_factor(
+    schedule: Schedule, samples: int, total: int, task: Task | None = None, step: int = 0, epoch: int = 0
+) -> float:
     """Return the factor on the learning rate after `samples` of `total` samples.
 
     The warm-up is linear and starts at `schedule.start`, or 1 / (warmup + 1). `schedule`: with lengths in
-    samples. task: has the function of schedule `task`. Plateaus are no function of the samples.
+    samples. task: has the function of schedule `task`, which may use the steps and
+    the whole epochs that are done. Plateaus are no function of the samples.
     """
     length = _length(schedule, total)
     warmup = _in_samples(schedule.warmup)
@@ -65,7 +74,7 @@ def compute_lr_factor(schedule: Schedule, samples: int, total: int, task: Task |
         return (samples + 1) / (warmup + 1)
     if schedule.name == "task":
         assert task is not None
-        return call_lr_factor(task, min(1.0, samples / max(1, length)))
+        return call_lr_factor(task, min(1.0, samples / max(1, length)), step, epoch)
     return SHAPES[schedule.name](schedule, samples, length)
 
 
@@ -86,10 +95,12 @@ def tokens_per_sample(task: Task) -> float | None:
     return float(tokens)
 
 
-def call_lr_factor(task: Task, progress: float) -> float:
+def call_lr_factor(task: Task, progress: float, step: int, epoch: int) -> float:
     """Return the factor of the task. Raises TaskError if it is no number."""
+    takes = inspect.signature(task.lr_factor).parameters
+    counts = {name: count for name, count in (("step", step), ("epoch", epoch)) if name in takes}
     with UserCode("lr_factor()", task.lr_factor):
-        factor = float(task.lr_factor(progress))
+        factor = float(task.lr_factor(progress, **counts))
     if not math.isfinite(factor) or factor < 0:
         raise TaskError(
             f"lr_factor({progress:.6g}) returned {factor}; return a factor on the learning rate, at least 0"

@@ -96,6 +96,7 @@ class UpdateSequence:
     task: Task | None = None
     batch: int = 0
     samples: int = 0  # of the training
+    epoch_samples: int = 1
     schedules: Mapping[str, Schedule] = field(default_factory=dict)  # of updates that have one, in samples
     # As in TrainingStep, but with ("gradients", step) after all updates; with ("update", step) before each.
     observe: Callable[[str, int], None] | None = None
@@ -153,6 +154,7 @@ class UpdateSequence:
         batch: samples of a step. total_samples: of the training.
         """
         self.task, self.batch, self.samples = task, batch, total_samples
+        self.epoch_samples = epoch_samples
         self.schedules = {
             update.name: update.schedule.in_samples(batch, epoch_samples, tokens_per_sample(task))
             for update in self._updates
@@ -281,7 +283,14 @@ class UpdateSequence:
     def _lr_factor(self, update: Update, step: int, lr_factor: float) -> float:
         schedule = self.schedules.get(update.name)
         return (
-            compute_lr_factor(schedule, step * self.batch, self.samples, self.task)
+            compute_lr_factor(
+                schedule,
+                step * self.batch,
+                self.samples,
+                self.task,
+                step,
+                step * self.batch // self.epoch_samples,
+            )
             if schedule is not None
             else lr_factor
         )
