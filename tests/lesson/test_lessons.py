@@ -11,6 +11,7 @@ import pytest
 import lesson_concepts
 import lesson_operations
 import lesson_scale
+import lesson_tools
 import lesson_values
 from lesson_tables import play_lesson, tables_of
 from paceline.lesson.blocks import LessonClaim, LessonQuestion
@@ -114,6 +115,9 @@ EXPECTED = {
     "overlap": lesson_operations.expect_overlap,
     "data-loading": lesson_operations.expect_data_loading,
     "checkpoint": lesson_operations.expect_checkpoint,
+    "rpc": lesson_tools.expect_rpc,
+    "profiling": lesson_tools.expect_profiling,
+    "planning": lesson_tools.expect_planning,
 }  # the tables of each lesson by title; None: a table of text
 
 

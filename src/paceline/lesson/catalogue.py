@@ -27,6 +27,7 @@ PARTS = {
         "mesh",
         "local-sgd",
         "parameter-server",
+        "rpc",
         "large-batch",
     ),
     "Numbers and dependencies": (
@@ -35,7 +36,9 @@ PARTS = {
         "recurrent",
     ),
     "Running it": (
+        "planning",
         "data-loading",
+        "profiling",
         "checkpoint",
         "scaling",
     ),
