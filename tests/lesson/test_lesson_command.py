@@ -60,9 +60,16 @@ def test_list_names_every_lesson_in_order(tmp_path):
     assert {name for name, _ in re.findall(r"^ +\d+  (\S+) +.*\[(exercise)\]$", text, re.M)} == {*EXERCISES}
 
 
+def test_a_number_of_the_list_names_a_lesson():
+    assert [find_lesson(str(number)).name for number in range(1, len(ORDER) + 1)] == [*ORDER]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("0",), "no such lesson: '0'; run: paceline lesson"),
+        ((f"{len(ORDER) + 1}",), f"no such lesson: '{len(ORDER) + 1}'; run: paceline lesson"),
+        (("1" * 5000,), "run: paceline lesson"),
         (("colectives",), "no such lesson: 'colectives'; did you mean collectives?"),
         (("../secret",), "no such lesson: '../secret'; run: paceline lesson"),
         (("ranks", "--ranks", "0"), "--ranks must be at least 1, got 0"),

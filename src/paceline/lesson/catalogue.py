@@ -48,7 +48,12 @@ ORDER = tuple(name for names in PARTS.values() for name in names)
 
 @cache
 def find_lesson(name: str) -> LessonFile:
-    """Return a lesson by its name. Raises SpecError, with the nearest name, if there is none."""
+    """Return a lesson by its name, or by its number in the list.
+
+    Raises SpecError, with the nearest name, if there is none.
+    """
+    if name.isascii() and name.isdigit() and 1 <= int(name[:9]) <= len(ORDER):
+        name = ORDER[int(name[:9]) - 1]
     if name not in ORDER:
         near = difflib.get_close_matches(name, ORDER, 1)
         hint = f"did you mean {near[0]}?" if near else "run: paceline lesson"
@@ -78,4 +83,13 @@ def format_list() -> str:
         lines.append("")
     lines.append("Run a lesson:        paceline lesson collectives --ranks 4")
     lines.append("Write it as a page:  paceline lesson collectives --html lesson.html")
+    lines.append("Do an exercise:      paceline lesson data-parallel --exercise my.py")
+    lines.append("Check your solution: paceline lesson data-parallel --check my.py")
+    lines.append("")
+    lines.append(
+        "A lesson runs its code on processes of this machine. The answers to its questions are at its end."
+    )
+    lines.append(
+        "To begin with: ranks, point-to-point, collectives, data-parallel. A number works as a name."
+    )
     return "\n".join(lines)
