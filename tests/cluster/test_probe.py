@@ -13,7 +13,7 @@ import pytest
 
 from command import paceline
 from paceline.cluster import cpu, environment, gpus, limits, mpi, network, topology
-from paceline.cluster.backends import versions
+from paceline.cluster.backends import format_cusparselt, versions
 from paceline.cluster.directories import Mount, examine, find_mount, list_usual, parse_stripes
 from paceline.cluster.facts import Fact
 from paceline.cluster.local_cluster import build_cluster
@@ -522,6 +522,12 @@ def test_versions_in_the_build_configuration_of_torch():
         "  - OpenMP 201511 (a.k.a. OpenMP 4.5)"
     )
     assert versions(text) == {"mkl": "2024.2", "mkldnn": "3.12.0", "openmp": "4.5"}
+    assert [format_cusparselt(number) for number in (602, 701, 1000, None)] == [
+        "0.6.2",
+        "0.7.1",
+        "1.0.0",
+        None,
+    ]
     assert versions("PyTorch built with:\n  - clang 14") == {}
 
 
@@ -691,6 +697,7 @@ def test_probe_command_writes_its_json(tmp_path):
     assert [row.name for row in found.torch.backends] == [
         "cuda",
         "cudnn",
+        "cusparselt",
         "mps",
         "mkl",
         "mkldnn",
@@ -698,7 +705,9 @@ def test_probe_command_writes_its_json(tmp_path):
         "opt_einsum",
         "xeon",
     ]
-    assert {row.name: row.available for row in found.torch.communication}["gloo"]
+    available = {row.name: row.available for row in found.torch.communication}
+    assert available["gloo"]
+    assert "xccl" in available
     assert all(row.available or row.note for row in (*found.torch.backends, *found.torch.communication)), (
         "each missing library must have a note on how to get it"
     )

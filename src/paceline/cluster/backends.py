@@ -27,6 +27,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
         "math_sdp_enabled()",
     ),
     "cudnn": ("enabled", "benchmark", "deterministic", "allow_tf32"),
+    "cusparselt": (),
     "mps": (),
     "mkl": (),
     "mkldnn": ("enabled", "deterministic", "allow_tf32"),
@@ -39,6 +40,7 @@ MISSING = {
     "nccl": "install a PyTorch for your GPUs: pytorch.org/get-started",
     "mpi": "build PyTorch with an MPI, no wheel has it; bench uses mpi4py",
     "ucc": "build PyTorch with USE_UCC=1, no wheel has it",
+    "xccl": "oneCCL, for GPUs of Intel: install a PyTorch for XPU",
 }
 
 
@@ -100,6 +102,8 @@ def _version(torch: Any, name: str) -> str | None:
     if name == "cudnn":
         number = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
         return str(number) if number else None
+    if name == "cusparselt":
+        return format_cusparselt(torch.backends.cusparselt.version())
     if name == "mps":
         return (
             torch.backends.mps.get_name()
@@ -109,6 +113,11 @@ def _version(torch: Any, name: str) -> str | None:
     if name == "opt_einsum":
         return _installed("opt_einsum")
     return versions(torch.__config__.show()).get(name)
+
+
+def format_cusparselt(number: int | None) -> str | None:
+    """Return the version of cuSPARSELt in the number of its library: 602 -> `"0.6.2"`."""
+    return f"{number // 1000}.{number // 100 % 10}.{number % 100}" if number else None
 
 
 def versions(config: str) -> dict[str, str]:
