@@ -31,7 +31,7 @@ class Result(Frozen):
     """What a bench measured, how, and on which machine."""
 
     version: Literal[1] = 1
-    kind: str  # collectives, compute, host, overlap, storage, data
+    kind: str  # collectives, compute, hierarchy, host, overlap, storage, data
     when: str = Field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
     machine: dict[str, Value] = Field(default_factory=lambda: machine())
     torch: str | None = Field(default_factory=lambda: _torch())

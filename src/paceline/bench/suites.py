@@ -121,6 +121,15 @@ def run_host(ranks: int, budget_s: float, watch: Watch) -> CollectedResult:
     return collect("host", keys, {"budget_s": budget_s, "ranks": ranks}, source(), watch)
 
 
+def run_hierarchy(device: "torch.device", directory: Path, budget_s: float, watch: Watch) -> CollectedResult:
+    """Measure the levels of memory and network. `directory` must have passed `check_directories`."""
+    from paceline.bench.hierarchy import levels
+
+    settings = {"device": device_name(device), "directory": str(directory), "budget_s": budget_s}
+    rows = levels.measure_levels(device, directory, budget_s)
+    return collect("hierarchy", levels.KEYS, settings, rows, watch)
+
+
 def run_data(
     spec: "Spec",
     task: "Task",

@@ -164,7 +164,14 @@ def load(name: str) -> Any:
         from paceline.cli.bench import collectives, single
 
         module.app.command("collectives", cls=_Command)(collectives.collectives)
-        for command in (single.compute, single.overlap, single.host, single.storage, single.data):
+        for command in (
+            single.compute,
+            single.overlap,
+            single.host,
+            single.hierarchy,
+            single.storage,
+            single.data,
+        ):
             module.app.command(cls=_Command)(command)
         parent.add_typer(module.app, name=name, cls=_Group)
     else:

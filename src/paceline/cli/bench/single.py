@@ -1,4 +1,4 @@
-"""paceline bench compute, overlap, host, storage and data."""
+"""paceline bench compute, overlap, host, hierarchy, storage and data."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +108,27 @@ def host(
 
     collected = with_progress(lambda watch: suites.run_host(ranks, seconds, watch))
     finish(collected, json, None, show, lambda result, path: None)
+
+
+def hierarchy(
+    directory: Annotated[
+        Path, Option(metavar="DIR", help="Directory of the disk to measure; nothing is left in it.")
+    ] = Path(),
+    device: Device = None,
+    seconds: Seconds = 20.0,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Measure the levels of memory and network: caches, memory, messages, disk and GPUs, in one table."""
+    begin("hierarchy", None, json, plot)
+    from paceline.bench import suites
+    from paceline.bench.report.hierarchy import draw, show
+    from paceline.bench.storage.suite import check_directories
+
+    [checked] = check_directories([directory])
+    device_used = device_for(device)
+    collected = with_progress(lambda watch: suites.run_hierarchy(device_used, checked, seconds, watch))
+    finish(collected, json, plot, show, draw)
 
 
 def storage(

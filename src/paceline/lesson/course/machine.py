@@ -146,5 +146,5 @@ ask(
     "step. Which belongs on NVLink, and which on the network?",
     "Tensor parallelism on NVLink: it communicates most, and nothing can be computed meanwhile. Data "
     "parallelism can overlap with the backward pass, and its messages are large: it can use the "
-    "network. `paceline probe` and `paceline bench` measure your machine.",
+    "network. `paceline bench hierarchy` measures the levels of your machine.",
 )

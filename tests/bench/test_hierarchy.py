@@ -1,0 +1,100 @@
+"""Levels of memory: their sizes, the arithmetic of copies, chains of accesses; the whole command."""
+
+import gc
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from command import paceline, succeed
+from paceline.bench.hierarchy import memory
+from paceline.bench.hierarchy.memory import MemoryLevel, build_chain, list_levels, measure_copy_Bps
+
+
+def write_caches(folder: Path, *caches: tuple[str, str, str]) -> Path:
+    for at, values in enumerate(caches):
+        (folder / f"index{at}").mkdir()
+        for name, value in zip(("level", "type", "size"), values, strict=True):
+            (folder / f"index{at}" / name).write_text(f"{value}\n")
+    return folder
+
+
+def test_levels_are_the_data_caches_and_the_memory(tmp_path: Path) -> None:
+    folder = write_caches(
+        tmp_path,
+        ("1", "Data", "48K"),
+        ("1", "Instruction", "32K"),
+        ("2", "Unified", "2048K"),
+        ("3", "Unified", "105M"),
+        ("4", "Unified", "unknown"),
+    )
+    (tmp_path / "index9").mkdir()  # without files
+    *caches, last = list_levels(folder)
+    assert [(level.name, level.size_bytes) for level in caches] == [
+        ("L1 cache", 48 * 2**10),
+        ("L2 cache", 2 * 2**20),
+        ("L3 cache", 105 * 2**20),
+    ]
+    assert all(level.used_bytes == level.size_bytes // 2 for level in caches)
+    assert last.name == "memory"
+
+
+def test_a_machine_without_caches_has_its_memory(tmp_path: Path) -> None:
+    assert [level.name for level in list_levels(tmp_path)] == ["memory"]
+
+
+@pytest.mark.parametrize("overhead_s", [0.0, 5e-7])
+def test_time_of_a_call_cancels(overhead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of 24 KiB at 100 GB/s takes half as long as its call, which would halve its rate."""
+
+    def take(source: np.ndarray, target: np.ndarray) -> float:
+        return overhead_s + (source.nbytes + target.nbytes) / 100e9
+
+    monkeypatch.setattr(memory, "_measure_fastest", take)
+    assert measure_copy_Bps(MemoryLevel("L1 cache", 48 * 2**10, 24 * 2**10)) == pytest.approx(100e9, rel=1e-3)
+    monkeypatch.setattr(memory, "_measure_fastest", lambda source, target: 1e-6)
+    assert measure_copy_Bps(MemoryLevel("L1 cache", 48 * 2**10, 24 * 2**10)) is None
+
+
+@pytest.mark.parametrize("count", [1, 32, 5_000])
+def test_a_chain_visits_every_link_once(count: int) -> None:
+    """In random order: neighbors of the chain are seldom neighbors in memory. No link remains afterwards."""
+    assert gc.isenabled()
+    with build_chain(count) as first:
+        assert not gc.isenabled()
+        visited, link = [], first
+        for _ in range(count):
+            visited.append(id(link))
+            link = link.next
+        assert link is first
+    assert len({*visited}) == count
+    steps = np.abs(np.diff(visited)) if count > 100 else np.array([1e6])
+    assert np.median(steps) > 4096
+    assert gc.isenabled()
+    assert first.next is None
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_all_levels_of_this_machine(tmp_path: Path) -> None:
+    words = ("bench", "hierarchy", "--seconds", "2", "--device", "cpu", "--json", "a.json", "--plot", "a.svg")
+    done = succeed(*words, at=tmp_path)
+    result = json.loads((tmp_path / "a.json").read_text())
+    rows = {row["level"]: row for row in result["rows"]}
+    names = [level.name for level in list_levels()]
+    assert list(rows)[: len(names)] == names
+    assert {"loopback, two ranks", f"disk, written in {tmp_path}"} <= {*rows}
+    assert all(row["Bps"] is None or row["Bps"] > 0 for row in rows.values())
+    assert rows["memory"]["Bps"] > 1e8
+    assert 0 < rows["loopback, two ranks"]["latency_s"] < 1
+    assert all(name in done.out for name in rows)
+    assert any("no CUDA device" in note for note in result["notes"])
+    assert (tmp_path / "a.svg").stat().st_size > 1000
+
+
+def test_a_directory_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    result = paceline("bench", "hierarchy", "--directory", "nowhere", at=tmp_path)
+    assert result.status == 2
+    assert result.err.startswith("paceline: ")
+    assert "nowhere" in result.err
