@@ -5,7 +5,6 @@ import platform
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 import network
 import slurm
+from agents import TRAIN_OPTIONS, check_losses, create_run, is_open, start_agents
 from command import (
     PACELINE,
     clean_environment,
@@ -26,31 +26,14 @@ from command import (
     succeed,
     write_task,
 )
-from paceline import spec as specs
-from paceline.events import Ended, Failed, Started, Step
+from paceline.events import Ended, Failed, Started
 from paceline.monitor.samples import read_samples
 from paceline.monitor.table import SampleTable
-from paceline.run import RunFolder, create
+from paceline.run import RunFolder
 from pages import read_blocks
 from slurm import Slurm, wait_until
 
 pytestmark = pytest.mark.processes
-
-TRAIN_OPTIONS = (
-    "--steps",
-    "60",
-    "--batch",
-    "24",
-    "--set",
-    "dropout=0.0",
-    "--precision",
-    "fp64",
-    "--device",
-    "cpu",
-    "--no-profile",
-    "--save-every",
-    "4",
-)
 
 
 @pytest.fixture(scope="module")
@@ -68,20 +51,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield cluster
 
 
-def is_open(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("localhost", port), timeout=1):
-        return True
-    return False
-
-
-def check_losses(run: Path, reference: Path) -> None:
-    """Assert that the losses equal those of one process. The last event of a repeated step counts."""
-    losses = {step.step: step.loss for step in events_of_kind(run, Step)}
-    assert [losses[step] for step in range(1, 61)] == pytest.approx(
-        [step.loss for step in events_of_kind(reference, Step)], rel=1e-10
-    )
-
-
 def find_process(run: Path, kind: str, rank: int | None = None) -> psutil.Process:
     """Return the process of a rank or of an agent of a run."""
     for process in psutil.process_iter():
@@ -91,98 +60,6 @@ def find_process(run: Path, kind: str, rank: int | None = None) -> psutil.Proces
                 if rank is None or int(environ["RANK" if kind == "rank" else "SLURM_PROCID"]) == rank:
                     return process
     raise AssertionError(f"there is no {kind} {rank} of {run}")
-
-
-# Agents, started like srun starts them
-
-
-class Agents:
-    """Two agents of one run, on nodes of `network` or on this machine."""
-
-    def __init__(self, folder: Path, nodes: list[network.Node] | None):
-        set_sample_delay(folder / "slow", 0.01)
-        self.run, self.folder, self.nodes = folder / "r", folder, nodes
-        write_task(folder)
-        self.processes: list[subprocess.Popen[str]] = []
-        create_run(folder)
-
-    def start(self) -> None:
-        hosts = ",".join(node.address for node in self.nodes) if self.nodes else "localhost,localhost"
-        for at in range(2):
-            variables = {
-                "PROCID": at,
-                "NODEID": at,
-                "LOCALID": 0,
-                "NTASKS": 2,
-                "JOB_ID": 7,
-                "STEP_ID": 0,
-                "STEP_TASKS_PER_NODE": "1(x2)",
-            }
-            env = clean_environment(
-                **{f"SLURM_{name}": str(value) for name, value in variables.items()},
-                SLURM_STEP_NODELIST=hosts,
-                SLOW=str(self.folder / "slow"),
-                OMP_NUM_THREADS="1",
-                PACELINE_TESTS=self.mark,
-            )
-            options = {
-                "cwd": self.folder,
-                "env": env,
-                "stdout": subprocess.PIPE,
-                "stderr": subprocess.PIPE,
-                "text": True,
-            }
-            words = [*PACELINE, "agent", str(self.run)]
-            self.processes.append(
-                self.nodes[at].start(words, **options) if self.nodes else subprocess.Popen(words, **options)
-            )
-
-    @property
-    def mark(self) -> str:
-        return str(self.folder)
-
-    def wait(self, timeout_s: float = 90.0) -> list[tuple[int, str, str]]:
-        """Return the exit status and the output of each agent."""
-        return [(agent.wait(timeout_s), *agent.communicate()) for agent in self.processes]
-
-    def wait_until(self, holds, what: str, timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not holds():
-            assert time.monotonic() < deadline, f"not {what}: {[agent.poll() for agent in self.processes]}"
-            time.sleep(0.05)
-
-
-def create_run(folder: Path) -> None:
-    """Create the folder of a run that has not started."""
-    request = {
-        "task": f"{folder}/my.py:Regression",
-        "plan": "zero1",
-        "ranks": 2,
-        "nodes": 2,
-        "restarts": 1,
-        "device": "cpu",
-        "steps": 60,
-    }
-    request |= {"batch": 24, "precision": "fp64", "profile": False, "save.every": 4, "set.dropout": 0.0}
-    create(folder / "r", *specs.load(None, request))
-
-
-@contextlib.contextmanager
-def start_agents(folder: Path, nodes: list[network.Node] | None = None, **launch: object) -> Iterator[Agents]:
-    group = Agents(folder, nodes)
-    run = RunFolder(group.run)
-    spec, old_launch = run.request()
-    of_spec = {key: launch.pop(key) for key in list(launch) if key in type(spec).model_fields}
-    run.write_request(spec.model_copy(update=of_spec), old_launch.model_copy(update=launch))
-    group.start()
-    try:
-        yield group
-    finally:
-        for process in find_marked_processes(group.mark):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        for agent in group.processes:
-            agent.communicate()
 
 
 @pytest.mark.slow

@@ -376,6 +376,26 @@ def test_preflight_reports_what_slurm_would_refuse(site, words, message, slurm, 
     } == {"slurm"}
 
 
+@pytest.mark.slurm
+def test_preflight_knows_reservations_and_features_of_nodes(slurm, tmp_path):
+    """Slurm itself answers: a reservation that exists is accepted, and an unknown one is not."""
+    write_task(tmp_path)
+    slurm.run(
+        "scontrol", "create", "reservation=course", "starttime=now", "duration=30", "user=root", "nodes=n2"
+    )  # fmt: skip
+    found = {}
+    try:
+        for setting in ('reservation = "course"', 'reservation = "curse"', 'constraint = "a100"'):
+            (tmp_path / "site.toml").write_text(setting)
+            found[setting] = preflight(tmp_path, "--nodes", "1", "--ranks-per-node", "2", **slurm.env)[1]
+    finally:
+        slurm.run("scontrol", "delete", "reservation=course")
+    accepted, unknown, featureless = (findings["slurm"][0] for findings in found.values())
+    assert re.match(r"passes: Slurm accepts the job: Job \d+ to start at \S+ .* on nodes n2 ", accepted)
+    assert re.match(r"fails: sbatch: .*Requested reservation is invalid", unknown)
+    assert re.match(r"fails: sbatch: .*Invalid feature specification", featureless)
+
+
 # The commands of docs/slurm.md
 
 PAGE = read_blocks("docs/slurm.md")

@@ -241,9 +241,9 @@ def _store_at(world: World, timeout: timedelta, open_here: bool) -> dist.TCPStor
     return _open_stores[world.address]
 
 
-def _open_store(world: World, timeout: timedelta) -> tuple[dist.TCPStore, str]:
+def _open_store(world: World, timeout: timedelta, may_grow: bool = False) -> tuple[dist.TCPStore, str]:
     """Return a new store, and the address for `_join_store` on the other ranks."""
-    is_local = world.local_size == world.size
+    is_local = world.local_size == world.size and not may_grow
     address, hosts = (LOOPBACK, [LOOPBACK]) if is_local else choose_listen_address(world.host)
     store = open_store(address, timeout=timeout)
     return store, f"{','.join(hosts)}:{store.port}"
@@ -282,21 +282,46 @@ def _meet_through_pmi(world: World, fd: int, timeout: timedelta) -> dist.Store:
         ) from None
 
 
-def meet_through_file(world: World, timeout: timedelta, meeting_place: Path) -> tuple[dist.TCPStore, str]:
+def name_note(world: World) -> str:
+    """Return the name of the file through which the ranks of one start meet."""
+    return f".meet-{world.launcher}-{world.job}"
+
+
+def join_through_file(
+    world: World, timeout: timedelta, meeting_place: Path, name: str
+) -> tuple[dist.TCPStore, str] | None:
+    """Return the store and the key of a running start that may grow, or None if it has ended.
+
+    name: of the file that its rank 0 keeps, from `name_note`.
+    """
+    try:
+        where, key = read_own(meeting_place / name).split()
+        return _join_store(where, world, timeout), key
+    except (OSError, ValueError):
+        return None
+
+
+def meet_through_file(
+    world: World, timeout: timedelta, meeting_place: Path, may_grow: bool = False
+) -> tuple[dist.TCPStore, str]:
     """Return a store that rank 0 opens on a free port, and a secret key that only the ranks share.
 
     Rank 0 writes the address and the key to a file in `meeting_place`, a folder that all ranks see; other
     users cannot read the file. For mpirun and srun, which provide no store.
+
+    may_grow: whether processes of other machines join later by `join_through_file`. Rank 0 then keeps the
+        file, and must delete it.
     """
-    note = meeting_place / f".meet-{world.launcher}-{world.job}"
+    note = meeting_place / name_note(world)
     if world.rank == 0:
-        store, where = _open_store(world, timeout)
+        store, where = _open_store(world, timeout, may_grow)
         key = secrets.token_hex(32)
         meeting_place.mkdir(parents=True, exist_ok=True)
         write_secret(note, f"{where} {key}")
         for rank in range(1, world.size):
             store.wait([f"here/{rank}"], timeout)
-        note.unlink()
+        if not may_grow:
+            note.unlink()
         return store, key
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:

@@ -104,10 +104,10 @@ def supervise(
             failures = error.failures
         except SignalException as error:
             stopped = error
-    ended = next(
-        (event for event in events.EventReader(run.events, begin).new(Ended) if isinstance(event, Ended)),
-        None,
-    )
+    # the last: ranks also stop when all restart with a node that joins
+    ended: Ended | None = None
+    for event in events.EventReader(run.events, begin).new(Ended):
+        ended = event if isinstance(event, Ended) else ended
     if stopped is not None and ended is None and is_reporter:
         print(
             f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {run.hint()}",

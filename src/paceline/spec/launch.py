@@ -131,6 +131,11 @@ class Launch(Value):
         return self
 
     @property
+    def can_grow(self) -> bool:
+        """Whether nodes may join while fewer than `nodes` work."""
+        return self.is_elastic and self.least_nodes is not None and self.least_nodes < self.nodes
+
+    @property
     def is_elastic(self) -> bool:
         """Whether an agent on each of several nodes restarts the ranks."""
         return self.nodes > 1 and self.restarts > 0

@@ -26,7 +26,7 @@ in_container() {
         [ -z "${!name+set}" ] || export "APPTAINERENV_$name=${!name}"
     done
     [ -e /dev/kfd ] && [ ! -e /dev/nvidiactl ] && gpu=--rocm || gpu=--nv
-    exec apptainer exec -e "$gpu" --bind '/home/me/my work' --bind "/local/$USER" '/images/torch 2.sif' "$@"
+    exec apptainer exec -e "$gpu" --bind '/home/me/my work' --bind '/home/me/my runs' --bind "/local/$USER" '/images/torch 2.sif' "$@"
 }
 export -f in_container
 export run

@@ -16,7 +16,10 @@ if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
     exit 2
 fi
 cd /home/me || exit
-echo "$SLURM_JOB_ID" > "$run/job"
+# Paceline passes a word to the script for a node that joins the training of another job.
+join=${1:+--join=$1}
+export join
+[ -n "$join" ] || echo "$SLURM_JOB_ID" > "$run/job"
 export SRUN_CPUS_PER_TASK=32
 
 # USR1 comes before the time limit: all ranks save and end, and the job is requeued.
@@ -25,7 +28,7 @@ near_end= ranks=
 trap 'near_end=1; kill -USR1 $ranks' USR1
 trap : TERM
 before=$(ls "$run/ckpt" 2> /dev/null)
-srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none --no-kill --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 /home/me/.venv/bin/python3 -m paceline agent "$run" &
+srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none --no-kill --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 /home/me/.venv/bin/python3 -m paceline agent "$run" $join &
 ranks=$!
 while wait "$ranks"; status=$?; kill -0 "$ranks" 2> /dev/null; do :; done
 if [ -n "$near_end" ] && [ "$status" != 0 ]; then

@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,8 @@ NEVER_STARTS = re.compile(
     "Partition(TimeLimit|NodeLimit|Config)|(Account|QOS)NotAllowed|Invalid(Account|QOS)|BadConstraints|use "
     "this partition"
 )
+# variables by which Slurm describes a job to its processes, except where its configuration is
+OF_A_JOB = re.compile("SLURM_(?!CONF)|SLURMD_|SBATCH_|SRUN_|PMI_|PMIX_|OMPI_|MASTER_|RANK$|WORLD_SIZE$")
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,24 @@ def submit(script: Path) -> str:
         cancel(job)
         raise LaunchError(f"Slurm would never start the job: {state.reason}; it was cancelled")
     return job
+
+
+def submit_joining(script: Path, note: str, occupied: Sequence[str]) -> str:
+    """Queue a job script for one more node of a running training, and return the id of the job.
+
+    note: the name of the file by which the node finds the training. occupied: nodes that work already.
+    Raises LaunchError.
+    """
+    exclude = [f"--exclude={','.join(occupied)}"] if occupied else []
+    # variables of this job would contradict those of the new job
+    environ = {name: value for name, value in os.environ.items() if not OF_A_JOB.match(name)}
+    command = ["sbatch", "--parsable", "--nodes=1", "--no-kill=off", *exclude, str(script), note]
+    return _run(*command, environ=environ).stdout.strip().partition(";")[0]
+
+
+def cancel_pending(job: str) -> None:
+    """Cancel a job unless it runs. Raises LaunchError."""
+    _query("scancel", "--state=PENDING", job)
 
 
 def dry_run_script(script: str) -> str:
@@ -150,6 +171,11 @@ def requeue_without(job: str, node: str) -> bool:
         _query("scontrol", "requeue", job)
         return True
     return False
+
+
+def list_nodes() -> list[str]:
+    """Return the names of all nodes. Raises LaunchError."""
+    return sorted({*_query("sinfo", "--noheader", "--Node", "--format=%N").split()})
 
 
 def list_partitions() -> list[Partition]:
@@ -239,8 +265,10 @@ def _query(*words: str) -> str:
     return _run(*words).stdout
 
 
-def _run(*words: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
-    environ = os.environ | {"LC_ALL": "C"}
+def _run(
+    *words: str, stdin: str = "", environ: Mapping[str, str] = os.environ
+) -> "subprocess.CompletedProcess[str]":
+    environ = {**environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(
             words, capture_output=True, text=True, timeout=ANSWER_S, env=environ, input=stdin

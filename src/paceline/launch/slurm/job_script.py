@@ -40,6 +40,12 @@ class Job:
         return self.ranks_per_node * (site.cpus_per_rank or 1) if self.restarts else site.cpus_per_rank
 
     @property
+    def can_grow(self) -> bool:
+        """Whether the script may start again for one node that joins the training."""
+        has_range = self.least_nodes is not None and self.least_nodes < self.nodes
+        return has_range and self.restarts > 0 and self.array is None
+
+    @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
@@ -134,7 +140,7 @@ def _set_up(job: Job, site: Site) -> str:
         else f'run={quote_word(job.run)}/"$SLURM_ARRAY_TASK_ID"',
         _NO_ARRAY if job.array is None else None,
         f"cd {quote_word(job.folder)} || exit",
-        'echo "$SLURM_JOB_ID" > "$run/job"',
+        _JOIN if job.can_grow else 'echo "$SLURM_JOB_ID" > "$run/job"',
         f"module load {shlex.join(site.modules)}" if site.modules else None,
         *site.setup,
         f'eval "$(conda shell.bash hook)"\nconda activate {quote_word(site.conda)}'
@@ -167,6 +173,8 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per
 def _train(job: Job, site: Site) -> str:
     python = job.python if site.conda is None and site.venv is None and site.container is None else "python"
     rank = f'{quote_word(python)} -m paceline {"agent" if job.restarts else "rank"} "$run"'
+    if job.can_grow:
+        rank += " $join"
     srun = " ".join(
         [*SRUN, *ELASTIC, '--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'] if job.restarts else SRUN
     )
@@ -222,10 +230,7 @@ def _container(job: Job, site: Site) -> str:
         return ""
     if site.runtime == "podman":
         return _podman(job, site)
-    binds = [
-        f"--bind {quote_word(job.folder)}",
-        *([f"--bind {_expanded(site.scratch)}"] if site.scratch is not None else []),
-    ]
+    binds = [f"--bind {mount}" for mount in _list_mounts(job, site)]
     names = ["${!SLURM_*}", *DEVICES, *sorted(_variables(site))]
     return f"""
 # The container starts with an empty environment, so pass on the variables that identify a rank.
@@ -254,6 +259,12 @@ if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
     echo "paceline: tasks of a job array would all train in $run; submit each training separately" >&2
     exit 2
 fi""".strip("\n")
+
+_JOIN = """
+# Paceline passes a word to the script for a node that joins the training of another job.
+join=${1:+--join=$1}
+export join
+[ -n "$join" ] || echo "$SLURM_JOB_ID" > "$run/job\"""".strip("\n")
 
 _BEGIN = """
 # USR1 comes before the time limit: all ranks save and end, and the job is requeued.
