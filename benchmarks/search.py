@@ -27,6 +27,8 @@ def main() -> None:
         (load_model("llama3-8b"), 64, 1024),
         (load_model("llama3-70b"), 512, 2048),
         (TRILLION.facts(), 3072, 3072),
+        (load_model("deepseek-v3"), 2048, 4096),
+        (load_model("kimi-k2"), 3072, 3072),
     ):
         measure(facts, parse(f"a100-80g:8x{devices // 8}@25"), batch)
     print("\n| model | numbers of ranks | that fit | seconds of scale |")

@@ -60,8 +60,8 @@ def test_parse_names_and_keys(text, plan):
             "plan 'xyz': there is no plan 'xyz'; available: ddp, zero1, zero2, zero3, hsdp, single, "
             "local-sgd, "
             + "post-local-sgd, parameter-server, "
-            + ", ".join(f"{key}=" for key in KEYS[:-4])
-            + " and 4 more",
+            + ", ".join(f"{key}=" for key in KEYS[:-5])
+            + " and 5 more",
         ),
         (
             "ddp,microbatch=2",

@@ -53,6 +53,13 @@ def plan(
             help="Search only plans with these properties, such as 'pp<=4,tp<=8,recompute!=full'.",
         ),
     ] = None,
+    search_time: Annotated[
+        float | None,
+        Option(
+            metavar="SECONDS",
+            help="End the search after this time with the best plans so far [default: price all plans]",
+        ),
+    ] = None,
     set: Set = None,
     precision: Precision = None,
     lora: Lora = None,
@@ -113,7 +120,9 @@ def plan(
         achieved=achieved,
         co2=co2,
     )
-    check_positive(**{"interrupted-every": interrupted_every, "save-time": save_time})
+    check_positive(
+        **{"interrupted-every": interrupted_every, "save-time": save_time, "search-time": search_time}
+    )
     check_outputs(json, plot)
     for option, value in {
         "--interrupted-every": interrupted_every,
@@ -140,6 +149,7 @@ def plan(
             "--plot": plot,
             "--json": json,
             "--where": where,
+            "--search-time": search_time,
             "--peak": peak,
             "--measure": measure,
             "--measure-compute": measure_compute,
@@ -184,6 +194,7 @@ def plan(
             device_price,
             others=explain or plot is not None,
             where=constraints,
+            search_s=search_time,
         )
         if query.spec is not None and query.task is not None:
             from paceline.training.auto_plan import drop_refused

@@ -50,6 +50,8 @@ class Plan:
     tp: degree of tensor parallelism, which splits weights by column and row (DTensor).
     pp: degree of pipeline parallelism, which splits layers (`torch.distributed.pipelining`).
     cp: degree of context parallelism, which splits the sequence (ring attention).
+    ep: degree of expert parallelism: that many data ranks divide the experts among them. It can be
+    predicted only: `check_trainable` refuses it.
     microbatches: micro-batches per rank whose gradients are added up before an update; None: 1, or 2·pp
     for a pipeline.
     pp_schedule: schedule of the pipeline; None: 1f1b, or gpipe if there are too few micro-batches.
@@ -71,6 +73,7 @@ class Plan:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
     microbatches: int | None = None
     pp_schedule: str | None = None
     stages: int | None = None
@@ -144,9 +147,9 @@ class Plan:
                 f"period={self.period} (local SGD) and servers={self.servers} (parameter server) exclude "
                 f"each other; leave one out"
             )
-        if self.is_asynchronous and (self.zero or self.model_degree > 1):
+        if self.is_asynchronous and (self.zero or self.model_degree > 1 or self.ep > 1):
             kind = "local-sgd" if self.period is not None else "parameter-server"
-            raise PlanError(f"{kind} keeps the whole model on each rank; leave zero, tp, pp and cp out")
+            raise PlanError(f"{kind} keeps the whole model on each rank; leave zero, tp, pp, cp and ep out")
 
     def __eq__(self, other: object) -> bool:
         """Compare by keys, so that a plan with all keys equals its `ResolvedPlan`."""
@@ -234,6 +237,11 @@ class Plan:
                 hint = "leave replicate out" if self.model_degree > 1 else "use single"
             raise PlanError(
                 f"plan {self} keeps {self.replicate} copies, which does not divide {dp} {noun}: {hint}"
+            )
+        if dp % self.ep:
+            raise PlanError(
+                f"plan {self}: ep={self.ep} data ranks share the experts, which does not divide dp={dp}; use "
+                f"ep={_or([degree for degree in range(1, dp + 1) if dp % degree == 0][:4])}"
             )
         microbatches = self.microbatches or self.default_microbatches
         pp_schedule, stages = self.pp_schedule, self.stages
@@ -415,6 +423,15 @@ def micro_batch_size(batch: int, plan: ResolvedPlan) -> int:
     return batch // parts
 
 
+def check_trainable(plan: Plan) -> None:
+    """Raise PlanError for a plan that can be predicted but not trained."""
+    if plan.ep > 1:
+        raise PlanError(
+            f"plan {plan}: ep={plan.ep} can be predicted, but Paceline does not train experts in parallel; "
+            "leave ep out"
+        )
+
+
 def read_plan(text: str | None, num_ranks: int, batch: int) -> tuple[Plan, ResolvedPlan]:
     """Return the plan that `text` describes, and the same plan resolved.
 
@@ -423,6 +440,7 @@ def read_plan(text: str | None, num_ranks: int, batch: int) -> tuple[Plan, Resol
     Raises PlanError if it does not fit `num_ranks` and `batch`.
     """
     plan = parse(text) if text is not None else Plan(dp=1) if num_ranks == 1 else Plan()
+    check_trainable(plan)
     resolved = plan.resolve(num_ranks)
     micro_batch_size(batch, resolved)
     return plan, resolved

@@ -17,7 +17,7 @@ from paceline.parallel.auxiliary_loss import check_auxiliary_loss
 from paceline.parallel.compile import check_compilable
 from paceline.parallel.global_loss import check_global_loss
 from paceline.parallel.reduced_buffers import check_reduced_buffers
-from paceline.plan.plan import ResolvedPlan
+from paceline.plan.plan import ResolvedPlan, check_trainable
 from paceline.spec import Spec
 from paceline.task import PretrainedSource, Task, read_layout
 from paceline.torch_compat import multiply_experts_of_all_dtypes
@@ -93,6 +93,7 @@ def analyze_model(
     """
     check_global_loss(task, plan)
     check_figures(task, plan)
+    check_trainable(plan)
     check_auxiliary_loss(task, plan)
     if spec.compile:
         check_compilable(plan)

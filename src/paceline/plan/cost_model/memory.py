@@ -296,7 +296,8 @@ def _peak_of_traced(
     facts: ModelFacts, assignment: StageAssignment, split: WorkSplit, recipe: Recipe
 ) -> tuple[float, ...]:
     sizes = {id(block): params_on_rank(block, split.tp, split.ep) for block, _ in assignment.parts}
-    params = memory_breakdown(facts, assignment, recipe, split.microbatch_key).params
+    own = memory_breakdown(facts, assignment, recipe, split.microbatch_key)
+    params = own.params
     blocks = list_block_memory(facts, assignment, recipe, split.microbatch_key, sizes)
     moment = find_peak_moment(
         blocks,
@@ -306,7 +307,7 @@ def _peak_of_traced(
         boundary_bytes(split, assignment, recipe),
     )
     weights = params * state_bytes(recipe, split.zero, split.shards).weights
-    updated = count_updated_params(assignment, split, params)
+    updated = count_updated_params(assignment, split, own.trained)
     constant = (
         weights,
         weights * facts.averaged,

@@ -25,11 +25,13 @@ class MemoryMoment(NamedTuple):
 class BlockMemory(NamedTuple):
     """Parameters and bytes of a block of a rank.
 
-    kept: for the backward pass. most: at the peak of the backward pass. waiting: gradients of activations
-    that wait for the gradients of weights, if the schedule splits the backward pass.
+    trained: parameters with gradients. kept: for the backward pass. most: at the peak of the backward pass.
+    waiting: gradients of activations that wait for the gradients of weights, if the schedule splits the
+    backward pass.
     """
 
     params: float
+    trained: float
     kept: float
     most: float
     waiting: float
@@ -142,7 +144,7 @@ def _moments(
     received_per_microbatch: float,
 ) -> Iterator[MemoryMoment]:
     """Yield the moments of the backward pass, from the last block to the first, and its end."""
-    params = sum(block.params for block in blocks)
+    params, trained = (sum(getattr(block, name) for block in blocks) for name in ("params", "trained"))
     whole_kept = sum(block.kept for block in blocks)
     splits = split.pp > 1 and SCHEDULES[split.schedule].splits_backward
     waiting = kept_microbatches * WAITING_SHARE * sum(block.waiting for block in blocks) if splits else 0.0
@@ -157,23 +159,23 @@ def _moments(
         block = blocks[index]
         kept_before -= block.kept
         if sharded:
-            gradients = params if split.microbatches > 1 else done * shard
+            gradients = trained if split.microbatches > 1 else done * shard
             following = blocks[index - 1].params if index and not blocks[index - 1].is_root else 0.0
             gathered = (
                 params if split.zero == 2 else root + (0.0 if block.is_root else block.params) + following
             )
-            sending = in_transit + (block.params if split.microbatches == 1 else 0.0)
+            sending = in_transit + (block.trained if split.microbatches == 1 else 0.0)
         else:
             gathered = sending = 0.0
             gradients = (
-                params * (2 if split.microbatches > 1 and split.pp * split.tp == 1 else 1)
+                trained * (2 if split.microbatches > 1 and split.pp * split.tp == 1 else 1)
                 if averaged
-                else params
+                else trained
                 if split.microbatches > 1
                 else done
             )
         if split.microbatches > 1 or (averaged and not sharded):
-            gradients += block.params  # of the block itself, before they are accumulated
+            gradients += block.trained  # of the block itself, before they are accumulated
         activations = (kept_microbatches - 1) * whole_kept + kept_before + block.most + waiting
         yield MemoryMoment(
             gradients * recipe.gradient,
@@ -181,10 +183,10 @@ def _moments(
             gathered * recipe.gather,
             sending * recipe.reduce + received,
         )
-        done += block.params
-        in_transit = block.params
+        done += block.trained
+        in_transit = block.trained
     yield MemoryMoment(
-        params * shard * recipe.gradient,
+        trained * shard * recipe.gradient,
         0.0,
         0.0 if split.zero != 2 or not sharded else params * recipe.gather,
         received,
@@ -211,7 +213,8 @@ def list_block_memory(
             peak_bytes(recipe, block, block_key),
             _waiting_bytes(recipe, block, block_key),
         )
-        blocks += [BlockMemory(sizes[id(block)], *held_bytes, is_root)] * count
+        size = sizes[id(block)]
+        blocks += [BlockMemory(size, size * (1 - block.frozen), *held_bytes, is_root)] * count
     return blocks
 
 
@@ -220,12 +223,14 @@ def boundary_bytes(split: WorkSplit, assignment: StageAssignment, recipe: Recipe
     return assignment.crossing * recipe.stream * split.micro_batch / split.cp
 
 
-def count_updated_params(assignment: StageAssignment, split: WorkSplit, params: float) -> float:
-    """Return the parameters of the rank that updates most.
+def count_updated_params(assignment: StageAssignment, split: WorkSplit, trained: float) -> float:
+    """Return the parameters of the rank that updates most, of the `trained` parameters of a stage.
 
     ZeRO-1 distributes whole tensors, ZeRO-2 and ZeRO-3 shard each.
     """
     if split.zero == 1 and split.shards > 1:
-        largest = max((block.largest for block, _ in assignment.parts), default=0) / split.tp
-        return max(largest, params / split.shards)
-    return params / split.shards if split.zero else params
+        largest = (
+            max((block.largest for block, _ in assignment.parts if block.frozen < 1), default=0) / split.tp
+        )
+        return max(largest, trained / split.shards)
+    return trained / split.shards if split.zero else trained

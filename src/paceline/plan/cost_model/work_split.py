@@ -76,6 +76,7 @@ def split_work(plan: Plan, ranks: int, batch: int) -> WorkSplit:
         tp=resolved.tp,
         pp=resolved.pp,
         cp=resolved.cp,
+        ep=resolved.ep,
         zero=resolved.zero,
         replicate=resolved.replicate,
         micro_batch=samples

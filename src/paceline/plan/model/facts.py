@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import gcd
 from typing import Literal, NamedTuple
 
 from paceline.plan.model.operations import Operation
@@ -257,6 +258,17 @@ class ModelFacts:
     def active_params(self) -> float:
         """Parameters that a token is computed with."""
         return sum(block.active_params * count for block, count in self.parts())
+
+    @cached_property
+    def experts(self) -> int:
+        """The number of experts that expert parallelism can divide: a divisor of that of each block; or 1."""
+        counts = {
+            int(product.active)
+            for block, _ in self.parts()
+            for product in block.products
+            if block.dispatched and product.active > 1
+        }
+        return gcd(*counts) if counts else 1
 
     @property
     def frozen_params(self) -> float:

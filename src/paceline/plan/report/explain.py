@@ -14,6 +14,7 @@ CHOICES: Mapping[str, Callable[[Plan], str]] = {
     "tp": lambda plan: f"tp={plan.tp}",
     "pp": lambda plan: f"pp={plan.pp}",
     "cp": lambda plan: f"cp={plan.cp}",
+    "ep": lambda plan: f"ep={plan.ep}",
     "zero": lambda plan: f"zero={plan.zero}" + (f",replicate={plan.replicate}" if plan.replicate > 1 else ""),
     "schedule": lambda plan: (
         f"{plan.pp_schedule},stages={plan.stages}" if plan.pp_schedule else "no pipeline"
@@ -150,6 +151,7 @@ def _describe_groups(results: BestPlans, plan: Plan) -> dict[str, str]:
     return {
         "tensor parallel": ranks(resolved.tp, 1),
         "context parallel": ranks(resolved.cp, resolved.tp),
+        "expert parallel": ranks(resolved.ep, resolved.tp * resolved.cp),
         "data parallel": data,
         "gathered weights": data,
         "pipeline bubble": (

@@ -13,7 +13,7 @@ from paceline.plan.cost_model.predict import predict
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import Plan, parse
 from paceline.plan.search.constraints import Constraint
-from paceline.plan.search.search import MARGIN, RejectedPlan, no_fit_error, search_plans
+from paceline.plan.search.search import MARGIN, RejectedPlan, SearchResult, no_fit_error, search_plans
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,12 @@ def find_best_plans(
     price: float | None = None,
     others: bool = False,
     where: Sequence[Constraint] = (),
+    search_s: float | None = None,
 ) -> BestPlans:
     """Return the plans that fit, fastest first, or the cost of `plan`.
 
     others: also return the plans to compare `plan` with. where: what these plans and those that are searched
-    must satisfy.
+    must satisfy. search_s: after which the search ends with the plans that have a price.
 
     Raises PlanError for a plan that is impossible, if no plan fits, and if too little is known of the
     machine.
@@ -120,7 +121,9 @@ def find_best_plans(
         )
         if not others:
             return whole
-    found = search_plans(facts, cluster, batch, MARGIN, recipe, count, where)
+    found = search_plans(facts, cluster, batch, MARGIN, recipe, count, where, search_s)
+    if found.skipped:
+        whole = replace(whole, assumed=(*assumed, _describe_skipped(found, search_s or 0.0)))
     if plan is not None:
         return replace(whole, others=found.fitting, rejected=found.rejected)
     if where and not found.fitting:
@@ -134,6 +137,14 @@ def find_best_plans(
     if not found.fitting:
         raise no_fit_error(found, facts, cluster, batch, recipe, count)
     return replace(whole, plans=found.fitting, rejected=found.rejected)
+
+
+def _describe_skipped(found: SearchResult, search_s: float) -> str:
+    whole = len(found.fitting) + len(found.rejected) + found.skipped
+    return (
+        f"the search ended after {search_s:g} s: {found.skipped:,} of {whole:,} plans have no price, most of "
+        "them with a higher lower bound of their time"
+    )
 
 
 def _check_plan(facts: ModelFacts, plan: Plan) -> None:
@@ -154,6 +165,12 @@ def _check_plan(facts: ModelFacts, plan: Plan) -> None:
     if plan.pp * (plan.stages or 1) > facts.blocks:
         raise PlanError(
             f"plan {plan} has more stages than {facts.name} has blocks, {facts.blocks}; use a smaller pp"
+        )
+    if plan.ep > 1 and facts.experts % plan.ep:
+        raise PlanError(
+            f"ep={plan.ep} does not divide the experts of {facts.name}, {facts.experts}; use another ep"
+            if facts.experts > 1
+            else f"ep={plan.ep} divides experts, and {facts.name} has none that are known; leave ep out"
         )
     if plan.cp > 1 and (facts.sequence is None or facts.sequence < 2 * plan.cp):
         sequences = f"sequences of {facts.sequence} tokens" if facts.sequence else "no sequences"

@@ -20,7 +20,7 @@ COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
 }
 # Names in constraints, by attribute of a split.
-NUMBERS = ("dp", "tp", "pp", "cp", "zero", "replicate", "micro_batch", "microbatches", "stages")
+NUMBERS = ("dp", "tp", "pp", "cp", "ep", "zero", "replicate", "micro_batch", "microbatches", "stages")
 WORDS: Mapping[str, tuple[str, ...]] = {"recompute": RECOMPUTE, "pp_schedule": tuple(SCHEDULES)}
 PATTERN = re.compile(r"\s*(\w+)\s*(<=|>=|!=|<|>|=)\s*([\w.-]+)\s*")
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from time import monotonic
 
 from paceline.cluster.facts import Cluster
 from paceline.errors import PlanError
@@ -52,10 +54,13 @@ class RejectedPlan:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """`fitting`: fastest first, then leanest. `rejected`: leanest first."""
+    """`fitting`: fastest first, then leanest. `rejected`: leanest first. skipped: plans without a price, for
+    which there was no time.
+    """
 
     fitting: list[tuple[Plan, Cost]]
     rejected: list[RejectedPlan]
+    skipped: int = 0
 
 
 def choose_plans(
@@ -168,19 +173,31 @@ def search_plans(
     recipe: Recipe | None = None,
     ranks: int | None = None,
     where: Sequence[Constraint] = (),
+    seconds: float | None = None,
 ) -> SearchResult:
     """Return every legal plan on `ranks` ranks, or on all devices, that the constraints allow.
 
-    Those that fit with the share `margin` of memory free are priced.
+    Those that fit with the share `margin` of memory free are priced. seconds: after them the search ends with
+    what it has, but not before a plan fits; it then prices plans in the order of a lower bound of their time.
     """
+    deadline = math.inf if seconds is None else monotonic() + seconds
     rates = device_rates(cluster, ranks=ranks)
     recipe = recipe or default_recipe(rates)
     limit = rates.memory_bytes * (1 - margin)
     fitting: list[tuple[Plan, Cost]] = []
     rejected: list[RejectedPlan] = []
-    for split in enumerate_splits(facts, rates.ranks, rates.per_node, batch):
-        if where and not allows_all(where, split):
-            continue
+    splits: Iterator[WorkSplit] = (
+        split
+        for split in enumerate_splits(facts, rates.ranks, rates.per_node, batch)
+        if not where or allows_all(where, split)
+    )
+    if seconds is not None:
+        splits = _fastest_first(splits, facts, recipe, rates, deadline - seconds / 2)
+    skipped = 0
+    for split in splits:
+        if fitting and seconds is not None and monotonic() > deadline:
+            skipped = 1 + sum(1 for _ in splits)
+            break
         rank, values = find_peak(facts, split, recipe)
         if sum(values) > limit:
             rejected.append(_rejected(split, values, limit))
@@ -191,7 +208,23 @@ def search_plans(
         )
     fitting.sort(key=lambda pair: (pair[1].step_s, pair[1].peak_bytes))
     rejected.sort(key=lambda plan: plan.peak_bytes)
-    return SearchResult(fitting, rejected)
+    return SearchResult(fitting, rejected, skipped)
+
+
+def _fastest_first(
+    splits: Iterator[WorkSplit], facts: ModelFacts, recipe: Recipe, rates: DeviceRates, until: float
+) -> Iterator[WorkSplit]:
+    """Yield splits in the order of a lower bound of their time, then those whose bound was not known in time.
+
+    until: the time at which no more bounds are computed.
+    """
+    bounds = []
+    for index, split in enumerate(splits):
+        bounds.append((lower_bound_s(facts, split, recipe, rates), index, split))
+        if monotonic() > until:
+            break
+    yield from (split for _, _, split in sorted(bounds, key=lambda bound: bound[:2]))
+    yield from splits
 
 
 def _rejected(split: WorkSplit, values: tuple[float, ...], limit_bytes: float) -> RejectedPlan:
@@ -237,6 +270,7 @@ def _with_degrees(
         else [("1f1b", 1)]
     )
     data = _zero_stages(dp * cp, dp, tp, per_node)
+    experts = _expert_degrees(facts.experts, dp, max(1, per_node // (tp * cp)))
     for micro_batch in _divisors(samples):
         microbatches = samples // micro_batch
         if micro_batch > MAX_MICRO_BATCH and microbatches > 1:
@@ -244,14 +278,14 @@ def _with_degrees(
         for schedule_name, stages in pipelines:
             if pp > 1 and not SCHEDULES[schedule_name].allows(microbatches, pp):
                 continue
-            for recompute in RECOMPUTE:
+            for recompute, ep in product(RECOMPUTE, experts):
                 for zero, replicate in data:
                     yield WorkSplit(
                         dp,
                         tp,
                         pp,
                         cp,
-                        1,
+                        ep,
                         zero,
                         replicate,
                         micro_batch,
@@ -274,6 +308,17 @@ def _zero_stages(ranks: int, dp: int, tp: int, per_node: int) -> list[tuple[int,
     return stages
 
 
+@lru_cache(1024)
+def _expert_degrees(experts: int, dp: int, in_node: int) -> tuple[int, ...]:
+    """Return degrees of expert parallelism: 1, the largest inside a node, and the largest of all.
+
+    Larger degrees need less memory, and send more tokens between nodes; those between are seldom better than
+    both.
+    """
+    degrees = _divisors(math.gcd(experts, dp))
+    return tuple(sorted({1, max(degree for degree in degrees if degree <= in_node), degrees[-1]}))
+
+
 def plan_of_split(split: WorkSplit) -> Plan:
     """Return the plan of a split that `enumerate_splits` yields."""
     pipeline = split.pp > 1
@@ -284,6 +329,7 @@ def plan_of_split(split: WorkSplit) -> Plan:
         tp=split.tp,
         pp=split.pp,
         cp=split.cp,
+        ep=split.ep,
         microbatches=split.microbatches,
         pp_schedule=split.schedule if pipeline else None,
         stages=split.stages if pipeline else None,
