@@ -1,6 +1,5 @@
 """Folder and Shards: samples of image folders and tar shards, compared with the files themselves."""
 
-import io
 import multiprocessing
 import os
 import pickle
@@ -8,7 +7,6 @@ import stat
 import subprocess
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ import torch
 from PIL import Image
 
 from image_files import picture, write_images, write_tar
-from paceline.data import Folder, Shards, decode_image
+from paceline.data import Folder, Shards
 from paceline.data.name_table import NameTable
 from paceline.data.shard_index import split_sample_name
 from paceline.errors import DataError
@@ -241,6 +239,10 @@ def test_bad_folders(tmp_path):
     (tmp_path / "b/x.png").symlink_to(tmp_path / "a.txt")
     with pytest.raises(DataError, match="it is not an image"):
         Folder(tmp_path)[0]
+    (tmp_path / "b/x.png").unlink()
+    (tmp_path / "b/x.png").symlink_to(tmp_path / "none.png")  # a sample that would silently be missing
+    with pytest.raises(DataError, match=r"cannot read .*b/x\.png: No such file"):
+        Folder(tmp_path)[0]
     (tmp_path / "c.png").write_bytes(picture(0))
     with pytest.raises(DataError, match=r"c\.png is in no class folder"):
         Folder(tmp_path)
@@ -248,42 +250,6 @@ def test_bad_folders(tmp_path):
     write_tar(tmp_path / "tars/1.tar", {"b/1.png": b"", "a/1.png": b""})
     with pytest.raises(DataError, match="are not sorted by name"):
         Folder(tmp_path / "tars")
-
-
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK"])
-def test_images_have_three_channels(mode):
-    file = io.BytesIO()
-    Image.new(mode, (3, 2)).save(file, "TIFF")
-    image = decode_image(file.getvalue())
-    assert (image.shape, image.dtype) == ((3, 2, 3), torch.uint8)
-
-
-def save(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
-def test_images_of_sixteen_bits():
-    values = np.array([[0, 255, 256], [32768, 65279, 65535]], dtype=np.uint16)
-    pgm = b"P5 3 2 65535\n" + values.astype(">u2").tobytes()
-    for content in (*(save(Image.fromarray(values), kind) for kind in ("PNG", "TIFF")), pgm):
-        for channel in decode_image(content):
-            assert channel.tolist() == [[0, 0, 1], [128, 254, 255]]
-    for numbers in (values.astype(np.float32), values.astype(np.int32)):
-        with pytest.raises(DataError, match=r"its pixels have 32 bits \(mode [IF]\), whose range is unknown"):
-            decode_image(save(Image.fromarray(numbers), "TIFF"))
-
-
-def test_unusual_images():
-    red, blue = Image.new("RGB", (4, 4), (255, 0, 0)), Image.new("RGB", (4, 4), (0, 0, 255))
-    animation = save(red, "GIF", save_all=True, append_images=[blue])
-    transparent = save(red.convert("P"), "PNG", transparency=bytes(256))  # a warning is an error here
-    for content in (animation, transparent):
-        assert decode_image(content)[:, 0, 0].tolist() == [255, 0, 0]
-    ink = decode_image(save(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG"))[:, 4, 4]
-    assert ink[0] > 240
-    assert max(ink[1:]) < 15
 
 
 @pytest.mark.parametrize(

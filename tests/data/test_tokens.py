@@ -205,6 +205,12 @@ def test_lines_of_other_programs(tokenizer, tmp_path):
             read_documents(str(tmp_path / f"bad{len(content)}.jsonl"), None)
 
 
+def test_too_few_documents(tmp_path):
+    (tmp_path / "a.txt").write_text("one line\n")
+    with pytest.raises(DataError, match=r"a.txt has 1 document, too few: one of 10 is for validation"):
+        Lm(file=str(tmp_path / "a.txt")).dataset("train")
+
+
 def test_numbers_of_tokens_with_gaps(tmp_path):
     """The model has a row for the largest number, even if others in between do not exist."""
     library = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 2, "b": 70}, "[UNK]"))
