@@ -24,6 +24,7 @@ from typing import Any
 LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 WIDTHS = (4, 6, 8, 10, 12, 14, 16, 18)
 BATCH, AT_ONCE = 64, 4
+Widths = tuple[int, ...]
 ENVIRON = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
 
@@ -31,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--widths", type=int, default=8, help="number of widths, with 5 trials each")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)  # this process is a part of a contender
     options = parser.parse_args()
@@ -42,7 +44,7 @@ def main() -> None:
         for name in options.contenders:
             with tempfile.TemporaryDirectory() as folder:
                 began = time.monotonic()
-                accuracies = CONTENDERS[name](Path(folder), options.epochs)
+                accuracies = CONTENDERS[name](Path(folder), options.epochs, WIDTHS[: options.widths])
                 seconds[name].append(time.monotonic() - began)
             print(
                 f"{name}: {seconds[name][-1]:.1f} s, {len(accuracies)} trials, "
@@ -60,11 +62,11 @@ def main() -> None:
         )
 
 
-def run_paceline(folder: Path, epochs: int) -> list[float]:
+def run_paceline(folder: Path, epochs: int, widths: Widths) -> list[float]:
     """Return the accuracies of a study of `paceline tune`."""
     from paceline.tuning.journal import read_state
 
-    grid = (f"lr={','.join(map(str, LRS))}", f"width={','.join(map(str, WIDTHS))}")
+    grid = (f"lr={','.join(map(str, LRS))}", f"width={','.join(map(str, widths))}")
     command = [sys.executable, "-m", "paceline", "tune", "digits", "--grid", grid[0], "--grid", grid[1]]
     command += ["--metric", "max accuracy", "--epochs", str(epochs), "--batch", str(BATCH)]
     command += ["--ranks", str(AT_ONCE), "--set", "spec.threads=1", "--device", "cpu", "--run-dir", "study"]
@@ -83,22 +85,25 @@ def run_part(folder: Path, *words: object) -> list[float]:
     return accuracies
 
 
-def optimize_with_optuna(epochs: str, output: str) -> None:
-    """Search the grid with Optuna; each trial is started by torchrun."""
+def optimize_with_optuna(epochs: str, widths: str, output: str) -> None:
+    """Run the trials with Optuna; each is started by torchrun."""
     import optuna
 
     def objective(trial: Any) -> float:
         lr = trial.suggest_categorical("lr", LRS)
-        width = trial.suggest_categorical("width", WIDTHS)
+        width = trial.suggest_categorical("width", space["width"])
         result = Path(output).with_name(f"{trial.number}.json")
         words = ["--standalone", "--nproc-per-node=1", __file__, "--part", "rank"]
         command = [sys.executable, "-m", "torch.distributed.run", *words, str(lr), str(width), epochs]
         subprocess.run([*command, str(result)], check=True)
         return float(json.loads(result.read_text()))
 
-    space: dict[str, Any] = {"lr": list(LRS), "width": list(WIDTHS)}
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.GridSampler(space))
-    study.optimize(objective, n_trials=len(LRS) * len(WIDTHS), n_jobs=AT_ONCE)
+    space: dict[str, Any] = {"lr": list(LRS), "width": json.loads(widths)}
+    study = optuna.create_study(direction="maximize")
+    for lr in space["lr"]:  # a grid sampler in several threads may repeat a pair
+        for width in space["width"]:
+            study.enqueue_trial({"lr": lr, "width": width})
+    study.optimize(objective, n_trials=len(LRS) * len(space["width"]), n_jobs=AT_ONCE)
     Path(output).write_text(json.dumps([trial.value for trial in study.trials]))
 
 
@@ -113,8 +118,8 @@ def train_under_torchrun(lr: str, width: str, epochs: str, output: str) -> None:
     dist.destroy_process_group()
 
 
-def optimize_with_ray(epochs: str, output: str) -> None:
-    """Search the grid with Ray Tune."""
+def optimize_with_ray(epochs: str, widths: str, output: str) -> None:
+    """Run the trials with Ray Tune."""
     import ray
     from ray import tune
 
@@ -124,7 +129,7 @@ def optimize_with_ray(epochs: str, output: str) -> None:
         accuracy = train(config["lr"], config["width"], int(epochs), lambda model: model)
         tune.report({"accuracy": accuracy})
 
-    space = {"lr": tune.grid_search(list(LRS)), "width": tune.grid_search(list(WIDTHS))}
+    space = {"lr": tune.grid_search(list(LRS)), "width": tune.grid_search(json.loads(widths))}
     run = tune.RunConfig(storage_path=str(Path(output).parent.resolve()), verbose=0)
     results = tune.Tuner(trainable, param_space=space, run_config=run).fit()
     Path(output).write_text(json.dumps([result.metrics["accuracy"] for result in results]))
@@ -156,10 +161,10 @@ def train(lr: float, width: int, epochs: int, wrap: Callable[[Any], Any]) -> flo
     return accuracy
 
 
-CONTENDERS: dict[str, Callable[[Path, int], list[float]]] = {
+CONTENDERS: dict[str, Callable[[Path, int, Widths], list[float]]] = {
     "paceline": run_paceline,
-    "optuna": lambda folder, epochs: run_part(folder, "optuna", epochs),
-    "ray": lambda folder, epochs: run_part(folder, "ray", epochs),
+    "optuna": lambda folder, epochs, widths: run_part(folder, "optuna", epochs, json.dumps(widths)),
+    "ray": lambda folder, epochs, widths: run_part(folder, "ray", epochs, json.dumps(widths)),
 }
 PARTS: dict[str, Callable[..., None]] = {
     "optuna": optimize_with_optuna,

@@ -36,7 +36,7 @@ def test_script_is_that_of_a_training_with_a_run_folder_for_each_task(tmp_path):
     [
         (["--array", "--scheduler", "asha"], "scheduler asha decides about each"),
         (["--array", "--where", "memory<1GiB"], "a prediction decides about each"),
-        (["--time", "01:00:00"], "--time is for a job array"),
+        (["--time", "01:00:00"], "--time is for a Slurm job; add --launcher slurm, --nodes or --array"),
         (["--array", "--time", "soon"], "--time"),
     ],
     ids=["asha", "where", "no array", "time"],

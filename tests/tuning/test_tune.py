@@ -61,6 +61,7 @@ def test_each_trial_is_a_run_with_its_values(study):
         last = events_of_kind(run.path, Evaluated)[-1]
         assert trial.metrics["loss"] == last.metrics["loss"]
         assert run.checkpoints()[-1] == 4
+        assert trial.metrics["time"] == trial.seconds > 0
 
 
 @pytest.mark.slow
@@ -169,6 +170,20 @@ def test_trials_that_end_without_an_error_are_described(tmp_path):
     for trial in (killed, exited):
         [failed] = events_of_kind(tmp_path / "s" / "trials" / str(trial.number), Failed)
         assert failed.message == trial.message
+
+
+@pytest.mark.slow
+def test_trial_that_hangs_is_ended(tmp_path):
+    """The third step of the second trial is an endless loop of its task; the third trial is trained."""
+    loss = "    def loss(self, output, batch):\n"
+    endless = "        CALLS.append(1)\n        while self.width == 16 and len(CALLS) > 2: pass\n"
+    write_task(tmp_path, "CALLS = []\n" + TASK.replace(loss, loss + endless))
+    words = ("--grid", "width=12,16,4", "--set", "spec.timeout_s=4", "--run-dir", "s", *LENGTH)
+    succeed("tune", "my.py:Regression", *words, at=tmp_path)
+    trials = read_state(tmp_path / "s" / "events.jsonl").trials
+    assert [trial.state for trial in trials.values()] == ["complete", "failed", "complete"]
+    assert "is in Regression.loss" in trials[1].message
+    assert "no rank has made progress for" in trials[1].message
 
 
 @pytest.mark.slow

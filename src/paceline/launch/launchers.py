@@ -65,9 +65,14 @@ def _start_slurm(run: RunFolder, launch: Launch) -> int:
     return srun.start(run, launch)
 
 
-def _check_ray(launch: Launch) -> None:
+def check_ray_is_installed() -> None:
+    """Raise LaunchError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise LaunchError('--launcher ray requires Ray, which is not installed; pip install "paceline[ray]"')
+
+
+def _check_ray(launch: Launch) -> None:
+    check_ray_is_installed()
     if launch.least_nodes not in (None, launch.nodes):
         raise LaunchError(
             f"--nodes {launch.least_nodes}:{launch.nodes} requires Slurm; with --launcher ray use --nodes "
@@ -79,9 +84,14 @@ def _check_ray(launch: Launch) -> None:
 QUIET_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 
 
-def _start_ray(run: RunFolder, launch: Launch) -> int:
-    for name, value in QUIET_RAY.items():  # Ray reads them when it is imported
+def prepare_ray() -> None:
+    """Set the variables that Ray reads when it is imported."""
+    for name, value in QUIET_RAY.items():
         os.environ.setdefault(name, value)
+
+
+def _start_ray(run: RunFolder, launch: Launch) -> int:
+    prepare_ray()
     from paceline.launch.ray import launcher as ray
 
     return ray.start(run, launch)

@@ -6,7 +6,7 @@ import faulthandler
 import os
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -72,11 +72,18 @@ def _exit_if_orphaned(interrupt: Interrupt, started: threading.Event) -> None:
             os._exit(1)
 
 
-def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -> int:
+def run_alone(
+    spec: Spec,
+    launch: Launch,
+    world: World,
+    run: RunFolder | None,
+    conclude: Callable[[RunFolder], Sequence[str]] = conclude,
+) -> int:
     """Train as a rank of a foreign launcher, or as the only rank, and return the exit status.
 
     Rank 0 shows the progress.
     run: the run to continue. None: a new run.
+    conclude: returns lines that are shown at the end.
     """
     with (
         Interrupt() as interrupt,

@@ -14,7 +14,6 @@ from paceline.cluster.machine import Directory
 from paceline.errors import ClusterError, DataError
 from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import Results
-from paceline.preflight.shortages import find_shortages
 from paceline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def _find_exceeded_quotas(cache: CacheSize) -> list[str]:
         quotas = directories.read_quotas()
         directory = directories.examine(cache.place, (), quotas, directories.list_mounts())
         limited = Directory(path=directory.path, quota=directory.quota)
-        return [*find_shortages(limited, min(cache.bytes, cache.limit_bytes), cache.files)]
+        return [*directories.find_shortages(limited, min(cache.bytes, cache.limit_bytes), cache.files)]
     return []
 
 

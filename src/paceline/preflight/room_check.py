@@ -10,7 +10,7 @@ from paceline.plan.plan import AUTO, Plan, parse
 from paceline.preflight.cache_check import estimate_cache
 from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import Results
-from paceline.preflight.shortages import find_shortages, find_soft_limits
+from paceline.preflight.shortages import find_soft_limits
 from paceline.units import format_bytes
 
 FILES_PER_RANK = 4  # log, heartbeat, and answers for the doctor
@@ -38,7 +38,7 @@ def check_room(context: PreflightContext) -> Results:
         yield "warns", f"quotas are not known: {error}"
     directory = directories.examine(folder, (), quotas, directories.list_mounts())
     usage, size_bytes, files = _predict_usage(context, folder)
-    if shortages := [*find_shortages(directory, size_bytes, files)]:
+    if shortages := [*directories.find_shortages(directory, size_bytes, files)]:
         yield (
             "fails",
             f"{usage} do not fit: {folder} has {' and '.join(shortages)}; "

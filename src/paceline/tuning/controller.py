@@ -15,7 +15,7 @@ from paceline.launch.signals import STOPPED, Interrupt
 from paceline.run import RunFolder, create
 from paceline.spec import Launch, Spec, suggest
 from paceline.tuning.definition import StudyDefinition
-from paceline.tuning.executors.local_pool import POLL_S, Executor, RunningTrial
+from paceline.tuning.executors.pool import POLL_S, Executor, RunningTrial
 from paceline.tuning.folder import StudyFolder
 from paceline.tuning.journal import (
     Exploited,
@@ -28,7 +28,13 @@ from paceline.tuning.journal import (
     Trial,
     read_state,
 )
-from paceline.tuning.outcome import describe_failure, is_trained, read_metrics
+from paceline.tuning.outcome import (
+    MEASURED,
+    describe_failure,
+    is_trained,
+    measure_seconds,
+    read_metrics,
+)
 from paceline.tuning.prediction.placement import Placement, RefusedTrial
 from paceline.tuning.prediction.quantities import PREFIX, describe_nearest
 from paceline.tuning.samplers.table import SAMPLERS
@@ -78,6 +84,8 @@ class Controller:
         limit = self._definition.search.max_time
         deadline = time.monotonic() + (parse_duration_s(limit) if limit is not None else math.inf)
         with Interrupt() as interrupt, executor:
+            self._definition = self._definition.choose_threads(executor.cores_per_rank)
+            self._definition.write(self._folder.definition)  # --resume may have changed it, too
             while not interrupt.is_requested and time.monotonic() < deadline:
                 for running, status in executor.collect():
                     self._conclude(running, status)
@@ -150,7 +158,7 @@ class Controller:
         """Return the trial to start now, or None."""
         search = self._definition.search
         least = 1 if search.ranks_per_trial == "auto" else search.ranks_per_trial
-        if len(executor.free) < least:
+        if not executor.has_room(least):
             return None
         return choose_trial(search, self._definition.objectives, self.state, executor.running)
 
@@ -163,7 +171,7 @@ class Controller:
         trial = self.state.trials[number]
         try:
             placement = self._place(trial)
-            if placement.ranks > len(executor.free):
+            if not executor.has_room(placement.ranks):
                 return False
             spec, launch = self._build_request(trial, placement)
         except (RefusedTrial, SpecError, PlanError) as error:  # SpecError: values that contradict each other
@@ -172,7 +180,7 @@ class Controller:
             return True
         run = prepare_run(self._folder.run(number), spec, launch)
         if is_trained(run, spec):  # the controller was killed before it wrote this down
-            self._finish_trained(trial, run, 0.0)
+            self._finish_trained(trial, run, max(0.0, measure_seconds(run) - trial.seconds))
             return True
         self._begin[number] = events.end(run.events)
         launched = Launched(
@@ -185,7 +193,7 @@ class Controller:
     def _place(self, trial: Trial) -> Placement:
         """Return the ranks and the plan of a trial. Raises RefusedTrial."""
         search = self._definition.search
-        if trial.ranks is not None and trial.ranks <= search.ranks:  # it continues as it started
+        if trial.ranks is not None and trial.ranks <= search.ranks_per_node:  # it continues as it started
             return Placement(trial.ranks, trial.plan, trial.predicted)
         if not self._definition.needs_prediction:
             assert isinstance(search.ranks_per_trial, int)
@@ -194,7 +202,7 @@ class Controller:
 
         spec, launch = self._definition.build_request(trial.values)
         if search.ranks_per_trial == "auto":
-            placement = choose_ranks(spec, launch, search.ranks)
+            placement = choose_ranks(spec, launch, search.ranks_per_node)
         else:
             placement = predict_trial(spec, launch, search.ranks_per_trial)
         try:
@@ -235,7 +243,7 @@ class Controller:
 
     def _conclude(self, running: RunningTrial, status: int) -> None:
         trial, run = self.state.trials[running.number], self._folder.run(running.number)
-        if trial.is_over:  # it was stopped
+        if trial.is_over or running.node.is_lost:  # it was stopped, or continues on another node
             return
         if status == 0 and is_trained(run, run.request()[0]):
             self._finish_trained(trial, run, time.monotonic() - running.started)
@@ -249,6 +257,7 @@ class Controller:
 
     def _finish_trained(self, trial: Trial, run: RunFolder, seconds: float) -> None:
         samples, metrics = read_metrics(run)
+        metrics["time"] = trial.seconds + seconds
         self._check_metrics(metrics)
         self._write(Reached(trial=trial.number, samples=samples, metrics=metrics, seconds=seconds))
         missing = [goal.name for goal in self._definition.objectives if trial.metrics.get(goal.name) is None]
@@ -269,12 +278,12 @@ class Controller:
         for number in executor.running:
             for event in events.last(self._folder.run(number).events, Evaluated):
                 assert isinstance(event, Evaluated)
-                self._check_metrics({**event.metrics, "step_s": 0.0, "parameters": 0.0, "memory": 0.0})
+                self._check_metrics({**event.metrics, **dict.fromkeys(MEASURED, 0.0)})
 
     def _check_metrics(self, metrics: dict[str, Any]) -> None:
         for goal in self._definition.objectives:
             if goal.name not in metrics and not goal.name.startswith(PREFIX):
-                names = [name for name in metrics if name not in ("step_s", "parameters", "memory")]
+                names = [name for name in metrics if name not in MEASURED]
                 hint = suggest(goal.name, names) if names else "; the task has no validation split"
                 raise SpecError(f"--metric {str(goal)!r}: the evaluations have no {goal.name}{hint}")
         self._is_metric_known = True

@@ -74,6 +74,10 @@ class Search(Value):
     )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="seed of the sampler")
     ranks: int = Field(default=1, ge=1, le=10**6, description="ranks that the trials share")
+    nodes: int = Field(default=1, ge=1, le=10**5, description="nodes over which the ranks are spread evenly")
+    launcher: Literal["local", "slurm", "ray"] = Field(
+        default="local", description="what starts trials: this machine, a Slurm allocation, or Ray"
+    )
     ranks_per_trial: int | Literal["auto"] = Field(
         default=1, description="ranks of each trial; auto: the least number on which it is predicted to fit"
     )
@@ -121,12 +125,27 @@ class Search(Value):
             )
         return self
 
+    @property
+    def ranks_per_node(self) -> int:
+        """The largest number of ranks of a trial, which is trained on one node."""
+        return self.ranks // self.nodes
+
     @model_validator(mode="after")
     def _trials_fit(self) -> Self:
-        if isinstance(self.ranks_per_trial, int) and not 1 <= self.ranks_per_trial <= self.ranks:
+        if self.nodes > 1 and self.launcher == "local":
             raise ValueError(
-                f"ranks_per_trial must be from 1 to ranks={self.ranks}, got {self.ranks_per_trial}; "
-                f"use --ranks {max(1, self.ranks_per_trial)}"
+                f"nodes={self.nodes} requires launcher slurm or ray, got local; use --launcher slurm"
+            )
+        if self.ranks % self.nodes:
+            more = self.ranks + self.nodes - self.ranks % self.nodes
+            raise ValueError(
+                f"ranks={self.ranks} cannot be spread evenly over {self.nodes} nodes; use --ranks {more}"
+            )
+        if isinstance(self.ranks_per_trial, int) and not 1 <= self.ranks_per_trial <= self.ranks_per_node:
+            where = f"ranks={self.ranks}" if self.nodes == 1 else f"the {self.ranks_per_node} ranks of a node"
+            raise ValueError(
+                f"ranks_per_trial must be from 1 to {where}, got {self.ranks_per_trial}; "
+                f"use --ranks {max(1, self.ranks_per_trial) * self.nodes}"
             )
         return self
 
@@ -158,7 +177,7 @@ class StudyDefinition:
     def objectives(self) -> list[StudyObjective]:
         return parse_objectives(self.search.metrics)
 
-    def choose_threads(self, free_cores: float) -> Self:
+    def choose_threads(self, cores_per_rank: float) -> Self:
         """Return the study with a number of threads for each rank, such that all ranks share the free cores.
 
         More threads than free cores wait for each other in every operation. The number is stored, so that
@@ -166,7 +185,7 @@ class StudyDefinition:
         """
         if self.search.threads is not None or "threads" in self.request:
             return self
-        threads = max(1, math.floor(free_cores / self.search.ranks + 0.5))
+        threads = max(1, math.floor(cores_per_rank + 0.5))
         return dataclasses.replace(self, search=self.search.model_copy(update={"threads": threads}))
 
     def build_request(

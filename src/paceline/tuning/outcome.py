@@ -13,6 +13,7 @@ from paceline.spec import Spec
 from paceline.tuning.folder import StudyFolder
 from paceline.tuning.journal import Finished, Metrics, Reached, StudyState
 
+MEASURED = ("step_s", "parameters", "memory", "time")  # quantities that may be objectives besides metrics
 MEASURED_STEPS = 200  # last steps whose median is the step time
 
 
@@ -57,13 +58,18 @@ def _measure_step_s(run: RunFolder) -> float | None:
     return statistics.median(steps) if steps else None
 
 
+def measure_seconds(run: RunFolder) -> float:
+    """Return the wall time of all starts of a run, from its events."""
+    return sum(view(run).summary.wall_s.values())
+
+
 def collect_results(state: StudyState, folder: StudyFolder) -> None:
     """Add the results of trials that jobs of their own have trained, and no controller recorded."""
     for trial in list(state.trials.values()):
         run = folder.run(trial.number)
         if trial.state == "waiting" and run.spec.exists() and is_trained(run, run.request()[0]):
             samples, metrics = read_metrics(run)
-            seconds = sum(view(run).summary.wall_s.values())
+            seconds = metrics["time"] = measure_seconds(run)
             state.apply(Reached(trial=trial.number, samples=samples, metrics=metrics, seconds=seconds))
             state.apply(Finished(trial=trial.number, state="complete"))
 

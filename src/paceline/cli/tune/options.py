@@ -39,6 +39,12 @@ class TuningRequest:
     site: Path | None
     is_dry_run: bool
 
+    @property
+    def job_options(self) -> list[str]:
+        """The given options that apply only to a Slurm job."""
+        given = {"--time": self.time, "--site": self.site, "--dry-run": self.is_dry_run}
+        return [name for name, value in given.items() if value]
+
 
 def read_options(
     target: Annotated[
@@ -114,6 +120,22 @@ def read_options(
         int | None,
         Option(help="Number of processes that the trials share [default: 1]", rich_help_panel=SEARCH),
     ] = None,
+    nodes: Annotated[
+        int | None,
+        Option(
+            help="Number of nodes of a Slurm job or Ray cluster, over which --ranks are spread evenly. "
+            "Outside of an allocation, the study is queued as a job [default: 1]",
+            rich_help_panel=SEARCH,
+        ),
+    ] = None,
+    launcher: Annotated[
+        str | None,
+        Option(
+            help="What starts the trials: local, slurm or ray [default: slurm with several --nodes, else "
+            "local]",
+            rich_help_panel=SEARCH,
+        ),
+    ] = None,
     ranks_per_trial: Annotated[
         str | None,
         Option(
@@ -157,16 +179,20 @@ def read_options(
     ] = False,
     time: Annotated[
         str | None,
-        Option(help="With --array: time limit of each task, such as 02:00:00.", rich_help_panel=SEARCH),
+        Option(
+            help="Time limit of the Slurm job, such as 02:00:00; with --array of each task. The study saves "
+            "before it, and is queued again.",
+            rich_help_panel=SEARCH,
+        ),
     ] = None,
     site: Annotated[
-        Path | None, Option(help="With --array: site file, as for submit.", rich_help_panel=SEARCH)
+        Path | None, Option(help="Site file of a Slurm job, as for submit.", rich_help_panel=SEARCH)
     ] = None,
     dry_run: Annotated[
         bool,
         Option(
             "--dry-run",
-            help="With --array: print the job script without submitting it.",
+            help="Print the script of the Slurm job without submitting it.",
             rich_help_panel=SEARCH,
         ),
     ] = False,
@@ -200,11 +226,6 @@ def read_options(
     ] = None,
 ) -> TuningRequest:
     """Return the request of these options. Raises SpecError."""
-    of_array = {"--time": time, "--site": site, "--dry-run": dry_run}
-    if not array and (wrong := [name for name, value in of_array.items() if value]):
-        raise SpecError(f"{wrong[0]} is for a job array; add --array, or leave it out")
-    if array and resume:
-        raise SpecError("--array starts a study, and --resume continues one; leave one out")
     if space and grid and sampler != "grid":
         raise SpecError("--grid and --space contradict each other; use --space only, or --sampler grid")
     search = {
@@ -216,6 +237,8 @@ def read_options(
         "rungs": rungs,
         "seed": search_seed,
         "ranks": ranks,
+        "nodes": nodes,
+        "launcher": launcher or ("slurm" if (nodes or 1) > 1 else None),
         "ranks_per_trial": _read_ranks_per_trial(ranks_per_trial),
         "where": where or None,
         "max_time": max_time,

@@ -42,7 +42,7 @@ def start(run: RunFolder, launch: Launch) -> int:
 
     Raises LaunchError if the cluster has too few resources, and the errors of `local.start`.
     """
-    with _connect() as host:
+    with connect() as host:
         reservation = _Reservation(launch)
         return supervise(
             run,
@@ -54,7 +54,7 @@ def start(run: RunFolder, launch: Launch) -> int:
 
 
 @contextlib.contextmanager
-def _connect() -> Iterator[str]:
+def connect() -> Iterator[str]:
     """Connect to a Ray cluster, or start one until the context ends. Yield the address of this machine."""
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     cluster = _find_cluster()
@@ -87,7 +87,7 @@ def _init(cluster: str | None, folder: str | None) -> None:
         failure = (
             f"Ray could not be joined at {cluster}" if cluster else "Ray could not be started on this machine"
         )
-        raise LaunchError(f"{failure}: {_last_line(error)}") from error
+        raise LaunchError(f"{failure}: {last_line(error)}") from error
 
 
 def _find_cluster() -> str | None:
@@ -172,7 +172,7 @@ class _Slot:
                 self.agent.wait.remote(),
             )
         except RayError as error:
-            raise LaunchError(f"Ray could not start a rank: {_last_line(error)}") from error
+            raise LaunchError(f"Ray could not start a rank: {last_line(error)}") from error
         self.started.append(rank)
         return rank
 
@@ -214,7 +214,7 @@ class _Reservation:
             try:
                 placements = ray.get([agent.place.remote(Path.cwd()) for agent in agents], timeout=START_S)
             except (RayError, GetTimeoutError) as error:
-                raise LaunchError(f"Ray could not start ranks: {_last_line(error)}") from error
+                raise LaunchError(f"Ray could not start ranks: {last_line(error)}") from error
             self._started = []
             first_node = ray.get_runtime_context().get_node_id()
             yield [
@@ -264,6 +264,6 @@ class _Reservation:
         return [rank.pid for rank in running]
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -27,6 +27,7 @@ class Job:
     least_nodes: int | None = None  # on which to continue when nodes are lost; None: all nodes
     restarts: int = 0  # maximum number of restarts of all ranks; 0: no agent would restart them
     array: str | None = None  # tasks of a job array, such as 0-9; `run` contains a run folder for each
+    is_study: bool = False  # `run` is a study, whose controller starts an agent on each node
 
     def __post_init__(self) -> None:
         for text in map(str, (self.run, self.folder, self.time, self.python)):
@@ -36,8 +37,13 @@ class Job:
                 )
 
     def cpus_per_task(self, site: Site) -> int | None:
-        """Return the cores of a task: a rank, or with restarts the agent that starts all ranks of a node."""
-        return self.ranks_per_node * (site.cpus_per_rank or 1) if self.restarts else site.cpus_per_rank
+        """Return the cores of a task: a rank, or the agent that starts all ranks of a node."""
+        return self.ranks_per_node * (site.cpus_per_rank or 1) if self.has_agents else site.cpus_per_rank
+
+    @property
+    def has_agents(self) -> bool:
+        """Whether the task of a node is an agent that starts all its ranks."""
+        return self.is_study or bool(self.restarts)
 
     @property
     def can_grow(self) -> bool:
@@ -50,7 +56,7 @@ class Job:
         return self.nodes * self.ranks_per_node
 
 
-def build_job(launch: Launch, site: Site, run: Path, time: str | None) -> Job:
+def build_job(launch: Launch, site: Site, run: Path, time: str | None, is_study: bool = False) -> Job:
     """Return the job that trains in the folder `run`, by default with one rank per GPU of the site.
 
     Raises LaunchError.
@@ -71,6 +77,7 @@ def build_job(launch: Launch, site: Site, run: Path, time: str | None) -> Job:
         sys.executable,
         launch.least_nodes,
         launch.restarts,
+        is_study=is_study,
     )
 
 
@@ -97,7 +104,7 @@ def list_options(job: Job, site: Site) -> dict[str, str]:
         "array": job.array,
         "nodes": job.nodes if job.least_nodes in (None, job.nodes) else f"{job.least_nodes}-{job.nodes}",
         # with this option and 2-4 nodes, Slurm would take only 2
-        "ntasks-per-node": job.ranks_per_node if not job.restarts else None,
+        "ntasks-per-node": job.ranks_per_node if not job.has_agents else None,
         "cpus-per-task": job.cpus_per_task(site),
         "time": job.time,
         "partition": site.partition,
@@ -120,7 +127,7 @@ def describe_head(job: Job, site: Site) -> list[str]:
     options = [f"--{name}={_quoted(value)}" for name, value in list_options(job, site).items()]
     return [
         f"#SBATCH {option}"
-        for option in (*options, "--requeue", *(ELASTIC if job.restarts else ()), *site.sbatch)
+        for option in (*options, "--requeue", *(ELASTIC if job.has_agents else ()), *site.sbatch)
     ]
 
 
@@ -171,6 +178,8 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per
 
 
 def _train(job: Job, site: Site) -> str:
+    begin = _BEGIN.replace(_CHECKPOINTS, _PROGRESS) if job.is_study else _BEGIN
+    end = _END.replace(_CHECKPOINTS, _PROGRESS) if job.is_study else _END
     python = job.python if site.conda is None and site.venv is None and site.container is None else "python"
     rank = f'{quote_word(python)} -m paceline {"agent" if job.restarts else "rank"} "$run"'
     if job.can_grow:
@@ -178,12 +187,14 @@ def _train(job: Job, site: Site) -> str:
     srun = " ".join(
         [*SRUN, *ELASTIC, '--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'] if job.restarts else SRUN
     )
+    if job.is_study:
+        return f'{begin}\n{quote_word(python)} -m paceline tune "$run" --resume &\n{end}'
     container = _container(job, site)
     if container:
         rank = f"bash -c 'in_container {rank}'"
     elif site.container is not None:
         srun = f"{srun} {_pyxis_options(job, site)}"
-    return "\n\n".join(part for part in (container, f"{_BEGIN}\n{srun} {rank} &\n{_END}") if part)
+    return "\n\n".join(part for part in (container, f"{begin}\n{srun} {rank} &\n{end}") if part)
 
 
 # the GPUs that Slurm gives a job, by vendor
@@ -265,6 +276,10 @@ _JOIN = """
 join=${1:+--join=$1}
 export join
 [ -n "$join" ] || echo "$SLURM_JOB_ID" > "$run/job\"""".strip("\n")
+
+# What is different once a training has saved.
+_CHECKPOINTS = 'ls "$run/ckpt"'
+_PROGRESS = 'ls -d "$run"/trials/*/ckpt/*'  # of a study
 
 _BEGIN = """
 # USR1 comes before the time limit: all ranks save and end, and the job is requeued.

@@ -56,7 +56,12 @@ def main() -> None:
     else:
         run, ranks, caller = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
         is_forked = False
-    sys.exit(_train(Path(run), ranks, caller, is_forked))
+    status = _train(Path(run), ranks, caller, is_forked)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The end of the interpreter writes to most pages that the process shares with the server, which takes
+    # longer than a short training. The training has closed its files and process groups.
+    os._exit(status)
 
 
 def _import_late_modules() -> None:
@@ -74,13 +79,15 @@ def _train(run: Path, ranks: int, caller: int, is_forked: bool) -> int:
     _, launch = open_run(run).next_request()
     if not is_rank(launch, World()):
         return _launch_with_fork(run, ranks, caller) if is_forked else _launch(run, ranks, caller, None)
+    from paceline.inspect.conclude import conclude
     from paceline.launch.rank_main import run_alone
 
     _follow_caller(caller)
     folder = open_run(run)
     spec, launch = folder.next_request()
     try:
-        return run_alone(spec, launch, World(), folder)
+        # Nobody waits for findings here, and `paceline doctor` computes them when somebody does.
+        return run_alone(spec, launch, World(), folder, conclude if launch.report else lambda run: ())
     except Error as error:
         print(f"paceline: {error}", file=sys.stderr)
     except Exception:  # the top of a rank: `run_alone` has written it to the events

@@ -1,0 +1,145 @@
+"""A fixed set of ranks on one or more nodes, which trials share."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from paceline.errors import LaunchError
+from paceline.launch.spawn import Child
+
+STOP_S = 40.0  # for a trial to save after a request to stop
+POLL_S = 0.02
+
+
+class Node(Protocol):
+    """A machine on which trials train. ranks: the number of ranks that it has for them."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def is_lost(self) -> bool: ...
+
+    def wait_until_ready(self) -> float:
+        """Return the number of cores for trials. Raises LaunchError if the node cannot start any."""
+
+    def start(self, run: Path, log: Path, ranks: int, slots: Sequence[int]) -> Child:
+        """Start the training of a run folder on the ranks of the node with these numbers."""
+
+
+@dataclass
+class RunningTrial:
+    """A trial that trains. slots: the numbers of the ranks of its node that it occupies.
+
+    started: by the monotonic clock. log: what its process prints, after the output of earlier starts.
+    """
+
+    number: int
+    process: Child
+    node: Node
+    slots: list[int]
+    started: float
+    log: Path
+    log_begin: int
+    asked_to_stop: float | None = None  # by the monotonic clock
+
+    def read_output(self) -> str:
+        """Return what the process has printed since this start."""
+        with contextlib.suppress(OSError), open(self.log, "rb") as file:
+            file.seek(self.log_begin)
+            return file.read().decode(errors="replace")
+        return ""
+
+    def stop(self) -> None:
+        """Ask the ranks to save and end."""
+        if self.asked_to_stop is None:
+            self.asked_to_stop = time.monotonic()
+            self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the process; its ranks end when it is gone."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+
+class Executor:
+    """A pool of ranks of some nodes. A trial occupies ranks of one node, so that they are close.
+
+    As a context, it waits until the nodes are ready, and at the end stops all trials.
+    """
+
+    def __init__(self, nodes: Sequence[Node]):
+        self.nodes = list(nodes)
+        self.running: dict[int, RunningTrial] = {}
+        self.cores_per_rank = 1.0
+        self._free = {node.name: list(range(node.ranks)) for node in nodes}
+
+    def __enter__(self) -> "Executor":
+        self.cores_per_rank = min(node.wait_until_ready() / node.ranks for node in self.nodes)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop_all()
+
+    def has_room(self, ranks: int) -> bool:
+        """Return whether a trial of that many ranks can start now. Raises LaunchError if no node is left."""
+        if all(node.is_lost for node in self.nodes):
+            raise LaunchError(
+                "all nodes of the study were lost; continue with --resume when there are others"
+            )
+        return self._find_node(ranks) is not None
+
+    def _find_node(self, ranks: int) -> Node | None:
+        """Return the node with the fewest free ranks that are enough."""
+        fitting = [node for node in self.nodes if not node.is_lost and len(self._free[node.name]) >= ranks]
+        return min(fitting, key=lambda node: len(self._free[node.name]), default=None)
+
+    def start(self, number: int, run: Path, log: Path, ranks: int) -> None:
+        """Start the training of a run folder on free ranks of a node."""
+        node = self._find_node(ranks)
+        assert node is not None
+        free = self._free[node.name]
+        slots, self._free[node.name] = free[:ranks], free[ranks:]
+        with open(log, "ab") as output:
+            log_begin = output.tell()
+        process = node.start(run.absolute(), log.absolute(), ranks, slots)
+        self.running[number] = RunningTrial(number, process, node, slots, time.monotonic(), log, log_begin)
+
+    def collect(self) -> Iterator[tuple[RunningTrial, int]]:
+        """Yield the trials that have ended since the last call, with their exit status.
+
+        Those that were asked to stop and do not end in time are killed.
+        """
+        for trial in list(self.running.values()):
+            if trial.asked_to_stop is not None and time.monotonic() > trial.asked_to_stop + STOP_S:
+                trial.kill()
+            if (status := trial.process.poll()) is not None:
+                del self.running[trial.number]
+                self._free[trial.node.name] = sorted([*self._free[trial.node.name], *trial.slots])
+                yield trial, status
+
+    def stop_all(self) -> None:
+        """Let all trials save and end, and kill those that do not."""
+        for trial in self.running.values():
+            trial.stop()
+        deadline = time.monotonic() + STOP_S
+        while self.running and time.monotonic() < deadline:
+            for _ in self.collect():
+                pass
+            time.sleep(POLL_S)
+        for trial in self.running.values():
+            trial.kill()
+            trial.process.wait()
