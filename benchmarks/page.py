@@ -80,6 +80,7 @@ def serve(runs: Path, cache: Path) -> Iterator[Client]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # so that this process is the server, not one that waits for it
     )
     try:
         yield Client(process)

@@ -12,7 +12,6 @@ import typer
 from paceline.cli.plan_options import Price
 
 METRICS = "Metrics for Prometheus"
-NICENESS = 19  # a training on the same machine has precedence
 
 
 def watch(
@@ -124,9 +123,10 @@ def watch(
     from paceline.web.metrics import token_file as token_files
     from paceline.web.metrics.collector import MetricsCollector
     from paceline.web.metrics.textfile import write_regularly
+    from paceline.web.precedence import give_way
     from paceline.web.runs import RunList
 
-    os.nice(NICENESS)
+    give_way()
     access, run_list = Access(), RunList(path, price)
     run_list.prefetch()
     if metrics:
@@ -154,6 +154,7 @@ def _watch_in_terminal(runs: str, price: float | None, serving: list[str]) -> No
     serving: options that were given and make sense for a server only."""
     from paceline.errors import LaunchError, RunError, SpecError
     from paceline.terminal import follow
+    from paceline.web.precedence import NICENESS
     from paceline.web.runs import RunList
     from paceline.web.ssh import parse_remote
 
@@ -170,7 +171,7 @@ def _watch_in_terminal(runs: str, price: float | None, serving: list[str]) -> No
         raise RunError(f"no such folder: {path}; specify the folder of a run, or one that contains runs")
     if not follow.is_screen():
         raise typer.Exit(follow.follow(RunList(path, price)))
-    os.nice(NICENESS)
+    os.nice(NICENESS)  # the terminal belongs to this session
     try:
         from paceline.terminal import app
     except ModuleNotFoundError as error:

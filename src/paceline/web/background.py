@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.errors import Error
 
-MAX_SHARE = 0.005  # of a core that computations may take
+MAX_SHARE = 0.003  # of a core that computations may take
 
 
 class BackgroundPanel:
