@@ -1,22 +1,38 @@
 """Cross entropy of a linear layer without whole logits: losses and gradients of a few rows at a time.
 
 With a large vocabulary, logits and their gradients need more memory than the rest of a small model. Here the
-logits of a chunk are computed for its losses, dropped, and computed once more in the backward pass.
+logits of a chunk are computed for its losses, dropped, and computed once more in the backward pass. Chunks
+share one buffer: memory that is allocated anew costs as much time as what is computed in it.
 
 torch 2.13: `F.linear_cross_entropy` computes gradients in the forward pass, for one mean over all rows. A
 task returns a loss for each item, and the items of all ranks and micro-batches are weighted afterwards.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from paceline.errors import TaskError
 
 IGNORED = -100  # the target of rows without a loss, as in F.cross_entropy
 CHUNK_ELEMENTS = 2**24  # logits of a chunk: 64 MiB in float32
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The classes of which a rank has weights, if ranks divide them.
+
+    begin: the first of them. classes: of all ranks. combine: returns the logarithm of the sum of the
+    exponentials of all ranks, and the sum of their logits of the targets, from those of this rank.
+    """
+
+    begin: int
+    classes: int
+    combine: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class CrossEntropyHead(nn.Linear):
@@ -33,30 +49,43 @@ class CrossEntropyHead(nn.Linear):
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             return super().forward(hidden)
-        if hasattr(self.weight, "device_mesh"):  # a DTensor
-            raise TaskError(
-                "a CrossEntropyHead cannot be split along its vocabulary; use a plan without tp, or an "
-                "nn.Linear and F.cross_entropy"
-            )
         return chunked_cross_entropy(hidden, self.weight, targets, self.bias)
 
 
+def count_chunk_rows(classes: int) -> int:
+    """Return the rows of a chunk."""
+    return max(1, CHUNK_ELEMENTS // classes)
+
+
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, rows: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    rows: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> Tensor:
     """Return the cross entropy of each row, like F.cross_entropy(F.linear(hidden, weight), targets).
 
     hidden: (…, d). weight: (classes, d). targets: class indices of shape (…), the shape of the result. rows:
-    of a chunk [default: such that its logits take 64 MiB]. Under autocast, products are in its data type.
-    Raises TaskError if the shapes differ.
+    of a chunk [default: such that its logits take 64 MiB]. part: which classes `weight` and `bias` have
+    [default: all]; the gradient of `hidden` is then that of these classes. Under autocast, products are in
+    its data type. Raises TaskError if the shapes differ, and IndexError for a target that is not a class.
     """
+    if has_torch_function((hidden, weight)):  # planning counts it as one operation
+        result: Tensor = handle_torch_function(
+            chunked_cross_entropy, (hidden, weight), hidden, weight, targets, bias, rows, part
+        )
+        return result
     if hidden.shape[:-1] != targets.shape:
         raise TaskError(
             f"hidden states of shape {tuple(hidden.shape)} have one target per row, got targets of shape "
             f"{tuple(targets.shape)}; under cp, use F.cross_entropy"
         )
-    rows = rows or max(1, CHUNK_ELEMENTS // len(weight))
-    losses: Tensor = _ChunkedCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), bias, rows)
+    rows = rows or count_chunk_rows(len(weight))
+    losses: Tensor = _ChunkedCrossEntropy.apply(
+        hidden.flatten(0, -2), weight, targets.flatten(), bias, rows, part
+    )
     return losses.unflatten(0, targets.shape)
 
 
@@ -69,43 +98,92 @@ def _product_dtype(tensor: Tensor) -> torch.dtype:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        rows: int,
+        part: VocabularyPart | None,
     ) -> Tensor:
         ctx.rows, ctx.dtype = rows, _product_dtype(hidden)
-        ctx.save_for_backward(hidden, weight, targets, bias)
-        cast = weight.to(ctx.dtype)
-        losses = [
-            F.cross_entropy(_logits(part, cast, bias), target, reduction="none")
-            for part, target in zip(hidden.split(rows), targets.split(rows), strict=True)
-        ]
-        return torch.cat(losses)
+        _check_targets(targets, part.classes if part is not None else len(weight))
+        chosen, is_own = _find_columns(targets, len(weight), part)
+        logits = _Logits(hidden, weight, bias, rows, ctx.dtype)
+        sums, picked = logits.new_rows(len(hidden)), logits.new_rows(len(hidden))
+        for at in range(0, len(hidden), rows):
+            chunk = slice(at, at + rows)
+            of_chunk = logits.compute(hidden[chunk])
+            picked[chunk] = of_chunk.gather(1, chosen[chunk, None])[:, 0]
+            largest = of_chunk.amax(1, keepdim=True).clamp_(min=torch.finfo(of_chunk.dtype).min)
+            exponentials = of_chunk.sub_(largest).exp_()
+            sums[chunk] = exponentials.sum(1).log_().add_(largest[:, 0])
+        if part is not None:
+            sums, picked = part.combine(sums, picked.masked_fill_(~is_own, 0))
+        ctx.save_for_backward(hidden, weight, targets, bias, sums)
+        ctx.part = part
+        return (sums - picked).masked_fill_(targets == IGNORED, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, bias = ctx.saved_tensors
-        needs_hidden, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
-        cast = weight.to(ctx.dtype)
+        hidden, weight, targets, bias, sums = ctx.saved_tensors
+        needs_hidden, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
+        chosen, is_own = _find_columns(targets, len(weight), ctx.part)
+        scales = grads[0].masked_fill(targets == IGNORED, 0)[:, None]
+        logits = _Logits(hidden, weight, bias, ctx.rows, ctx.dtype)
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
         of_weight = torch.zeros_like(weight) if needs_weight else None
         of_bias = torch.zeros_like(bias) if needs_bias else None
-        parts = (tensor.split(ctx.rows) for tensor in (hidden, targets, grads[0]))
-        for at, (part, target, grad) in enumerate(zip(*parts, strict=True)):
-            of_logits = _logits(part, cast, bias).softmax(-1)
-            of_logits[torch.arange(len(part), device=part.device), target.clamp(min=0)] -= 1
-            of_logits *= (grad * (target != IGNORED))[:, None]
+        for at in range(0, len(hidden), ctx.rows):
+            chunk = slice(at, at + ctx.rows)
+            of_logits = logits.compute(hidden[chunk]).sub_(sums[chunk, None]).exp_()
+            ones = is_own[chunk, None].to(of_logits.dtype)
+            of_logits.scatter_add_(1, chosen[chunk, None], -ones).mul_(scales[chunk])
             if of_bias is not None:
                 of_bias += of_logits.sum(0).to(of_bias.dtype)
             of_logits = of_logits.to(ctx.dtype)
             if of_hidden is not None:
-                of_hidden[at * ctx.rows : at * ctx.rows + len(part)] = of_logits @ cast
+                of_hidden[chunk] = of_logits @ logits.weight
             if of_weight is not None and ctx.dtype == of_weight.dtype:
-                of_weight.addmm_(of_logits.T, part)
+                of_weight.addmm_(of_logits.T, hidden[chunk])
             elif of_weight is not None:
-                of_weight += of_logits.T @ part.to(ctx.dtype)
-        return of_hidden, of_weight, None, of_bias, None
+                of_weight += of_logits.T @ hidden[chunk].to(ctx.dtype)
+        return of_hidden, of_weight, None, of_bias, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the logits of a chunk, at least in float32 for the loss."""
-    logits = F.linear(hidden.to(weight.dtype), weight, bias.to(weight.dtype) if bias is not None else None)
-    return logits if logits.dtype == torch.float64 else logits.float()
+def _find_columns(targets: Tensor, columns: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
+    """Return the column of each target in the logits of this rank, or 0, and whether the target is there."""
+    local = targets if part is None else targets - part.begin
+    is_own = (targets != IGNORED) & (local >= 0) & (local < columns)
+    return local.where(is_own, 0), is_own
+
+
+def _check_targets(targets: Tensor, classes: int) -> None:
+    """Raise IndexError for a target that is not a class; on a GPU, its assertion fails later."""
+    column = torch.zeros(1, device=targets.device).expand(classes)
+    column.index_select(0, targets.where(targets != IGNORED, 0))
+
+
+class _Logits:
+    """Computes the logits of chunks in one buffer, at least in float32 for the loss."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype):
+        self.weight = weight.to(dtype)
+        self.bias = bias.to(dtype) if bias is not None else None
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.product = hidden.new_empty((min(rows, len(hidden)), len(weight)), dtype=dtype)
+        self.is_wide = dtype == self.dtype
+        self.logits = self.product if self.is_wide else torch.empty_like(self.product, dtype=self.dtype)
+
+    def compute(self, hidden: Tensor) -> Tensor:
+        """Return the logits of a chunk, whose memory the next call uses again."""
+        product, logits = self.product[: len(hidden)], self.logits[: len(hidden)]
+        if self.bias is None:
+            torch.mm(hidden.to(self.weight.dtype), self.weight.T, out=product)
+        else:
+            torch.addmm(self.bias, hidden.to(self.weight.dtype), self.weight.T, out=product)
+        return product if self.is_wide else logits.copy_(product)
+
+    def new_rows(self, count: int) -> Tensor:
+        """Return an empty number for each of `count` rows."""
+        return self.logits.new_empty(count)

@@ -40,6 +40,7 @@ from paceline.parallel.tensor.tracer import (
     has_computed_weight,
     is_embedding,
     is_linear,
+    is_loss_head,
     is_parametrized,
     linear_features,
 )
@@ -117,7 +118,7 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Split
     whole = [
         name
         for name, module in model.named_modules()
-        if (is_linear(module) or is_embedding(module)) and name not in styles
+        if (is_linear(module) or is_embedding(module) or is_loss_head(module)) and name not in styles
     ]
     notes = [*candidates.notes]
     if gathered := [name for name, style in styles.items() if style == "gather"]:
@@ -209,6 +210,8 @@ def _styles_from_candidates(model: nn.Module, candidates: SplitCandidates, tp: i
             linear_features(module)[1] % tp == 0 or (name in vocabulary and can_split(module, "head"))
         ):
             styles[name] = "head" if name in candidates.heads and can_split(module, "head") else "gather"
+        elif is_loss_head(module) and has_no_empty_shard(module.out_features, tp):
+            styles[name] = "loss"
         elif name in vocabulary:
             styles[name] = "vocabulary"
     return styles

@@ -29,6 +29,7 @@ from paceline.parallel.tensor.tracer import (
     find_first_difference,
     is_embedding,
     is_linear,
+    is_loss_head,
     replaced_forwards,
 )
 
@@ -288,7 +289,7 @@ class _SequenceTrial:
 
     def _wrap(self, name: str, module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if is_linear(module) or is_embedding(module):
+            if is_linear(module) or is_embedding(module) or is_loss_head(module):
                 with self.tracer.paused():
                     y = inner(*args, **kwargs)
                 self.tracer.keep_alive.append(y)
@@ -302,7 +303,10 @@ class _SequenceTrial:
     def _record_layer(self, name: str, module: nn.Module, x: Tensor, y: Tensor) -> None:
         tracer, style = self.tracer, self.styles.get(name)
         label = tracer.label(x)
-        if label is not None and (label[1] != self.dim or label[1] == x.dim() - 1 or style == "row"):
+        is_whole_loss = is_loss_head(module) and style is None
+        if label is not None and (
+            label[1] != self.dim or label[1] == x.dim() - 1 or style == "row" or is_whole_loss
+        ):
             tracer.mark_unsplittable([x], name)
         if style is not None and STYLES[style].takes_whole_input:
             self.inputs.append((name, id(x) if label else None))
@@ -342,7 +346,7 @@ class _SequenceTrial:
 
         def wrap(name: str, module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
             def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-                if is_linear(module) or is_embedding(module):
+                if is_linear(module) or is_embedding(module) or is_loss_head(module):
                     with tracer.paused():
                         y = inner(gather(x) if name in plan.gathered_inputs else x, *args, **kwargs)
                 else:

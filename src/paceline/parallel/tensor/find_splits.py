@@ -23,6 +23,7 @@ from paceline.parallel.tensor.tracer import (
     WholeFunctionTracer,
     find_first_difference,
     is_linear,
+    is_loss_head,
     linear_features,
     replaced_forwards,
 )
@@ -35,7 +36,7 @@ class SplitCandidates:
     columns: frozenset[str]
     rows: frozenset[str]
     heads: frozenset[str]  # layers whose output the model returns, split along its last dimension
-    # linear layers and embeddings that run as modules, and whose parameters are not used elsewhere
+    # linear layers, loss heads and embeddings that run as modules, with parameters not used elsewhere
     called: tuple[str, ...]
     # small parameter that is combined with a part of the features -> column layers that these come from
     partial: Mapping[str, frozenset[str]]
@@ -103,6 +104,8 @@ def _trace(model: nn.Module, run: Callable[[], Any]) -> TraceResult:
                 trace.inputs.setdefault(name, set()).add(label[0] if label else None)
                 trace.parents.setdefault(name, name)
                 tracer.set_label(y, (name, y.dim() - 1))
+            elif is_loss_head(module):
+                tracer.mark_unsplittable([x], name)
             return y
 
         return forward

@@ -8,13 +8,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.chunked_loss import VocabularyPart, chunked_cross_entropy
 from paceline.distributed.dtensor import local_tensor, shard_size
 from paceline.parallel.tensor.tracer import is_transposed, linear_features
 
 TensorFunction = Callable[[Tensor], Tensor]
 # (module, group, enter, reduce) -> the forward of `module`. `enter` prepares the input for split weights;
 # `reduce` sums the partial outputs of the ranks.
-ForwardBuilder = Callable[[Any, dist.ProcessGroup, TensorFunction, TensorFunction], TensorFunction]
+ForwardBuilder = Callable[[Any, dist.ProcessGroup, TensorFunction, TensorFunction], Callable[..., Tensor]]
 
 # attribute of a layer that computes its weight: the dimension of which each rank uses a part, and the group
 COMPUTED_SPLIT = "_paceline_computed_split"
@@ -98,6 +99,34 @@ def build_head_forward(
             axis = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
             return as_split_dtensor(part, linear_features(module)[1], axis)
         return _GatherOutput.apply(part, linear_features(module)[1], group)
+
+    return forward
+
+
+def build_loss_forward(
+    module: Any, group: dist.ProcessGroup, enter: TensorFunction, reduce: TensorFunction
+) -> Callable[..., Tensor]:
+    """Return the forward of a CrossEntropyHead: each rank computes logits of its classes.
+
+    The ranks combine two numbers of each row. Without targets, the logits are gathered.
+    """
+
+    def combine(sums: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
+        largest = sums.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        both = torch.stack([(sums - largest).exp(), picked])
+        dist.all_reduce(both, group=group)
+        return both[0].log() + largest, both[1]
+
+    classes = linear_features(module)[1]
+    part = VocabularyPart(group.rank() * shard_size(classes, group.size()), classes, combine)
+
+    def forward(x: Tensor, targets: Tensor | None = None) -> Tensor:
+        entered = enter(x)
+        if targets is None:
+            return _GatherOutput.apply(_local_linear(module, entered, bias=True), classes, group)
+        bias = local_tensor(module.bias) if module.bias is not None else None
+        return chunked_cross_entropy(entered, local_tensor(module.weight), targets, bias, part=part)
 
     return forward
 

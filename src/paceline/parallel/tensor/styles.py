@@ -9,12 +9,14 @@ from paceline.parallel.tensor.linear import (
     build_column_forward,
     build_gather_forward,
     build_head_forward,
+    build_loss_forward,
     build_row_forward,
     build_vocabulary_forward,
 )
 from paceline.parallel.tensor.tracer import (
     is_embedding,
     is_linear,
+    is_loss_head,
     is_parametrized,
     is_transposed,
     linear_features,
@@ -28,6 +30,7 @@ class SplitStyle:
     split_dims: Mapping[str, int]  # parameter -> dimension that is split, for a weight of shape (out, in)
     build_forward: ForwardBuilder
     for_embedding: bool = False  # splits an embedding; else a linear layer
+    for_loss: bool = False  # splits a linear layer that returns the losses of its targets
     takes_whole_input: bool = False  # the gradient of the input is summed over the ranks
     allows_uneven: bool = False  # the last part may be smaller: vocabularies are seldom divisible
     sums: float = 0.0  # all-reduces of the output per forward pass; an all-gather counts half
@@ -61,6 +64,14 @@ STYLES: dict[str, SplitStyle] = {
         allows_uneven=True,
         product_split="columns",
     ),
+    "loss": SplitStyle(
+        {"weight": 0, "bias": 0},
+        build_loss_forward,
+        for_loss=True,
+        takes_whole_input=True,
+        allows_uneven=True,
+        product_split="columns",
+    ),
     "vocabulary": SplitStyle(
         {"weight": 0}, build_vocabulary_forward, for_embedding=True, allows_uneven=True, sums=1.0
     ),
@@ -73,6 +84,8 @@ def can_split(module: Any, style: str) -> bool:
     """Return whether a style applies to a module of this kind, whatever its size."""
     if STYLES[style].for_embedding:
         return is_embedding(module)
+    if STYLES[style].for_loss:
+        return is_loss_head(module)
     # A head is split unevenly, and its loss reads the mesh of its weight.
     return is_linear(module) and not (style == "head" and is_parametrized(module))
 

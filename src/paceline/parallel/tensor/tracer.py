@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from paceline.chunked_loss import CrossEntropyHead
 from paceline.parallel.op_rules import (
     ATTENTION,
     PRODUCTS,
@@ -51,6 +52,11 @@ def has_computed_weight(module: nn.Module) -> bool:
 def is_transposed(module: nn.Module) -> bool:
     """Return whether the weight is stored as (in, out), as in transformers' Conv1D (GPT-2)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def is_loss_head(module: nn.Module) -> bool:
+    """Return whether a layer is a linear layer that returns the losses of its targets."""
+    return type(module) is CrossEntropyHead
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -274,14 +280,14 @@ class WholeFunctionTracer(TorchFunctionMode):
 def replaced_forwards(
     model: nn.Module, wrap: Callable[..., Any], others: Collection[str] = ()
 ) -> Iterator[None]:
-    """Replace the forwards of all linear layers, all embeddings and the modules named in `others`.
+    """Replace the forwards of all linear layers, embeddings, loss heads and the modules named in `others`.
 
     wrap: called as wrap(name, module, forward); returns the new forward.
     """
     modules = {
         name: module
         for name, module in model.named_modules()
-        if is_linear(module) or is_embedding(module) or name in others
+        if is_linear(module) or is_embedding(module) or is_loss_head(module) or name in others
     }
     previous = {name: module.__dict__.get("forward") for name, module in modules.items()}
     for name, module in modules.items():

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from paceline.plan.cost_model import cpu_compute_time
-from paceline.plan.cost_model.framework_profiles import Recipe
+from paceline.plan.cost_model.framework_profiles import Recipe, RecomputeShares
 from paceline.plan.cost_model.op_times import OpTimeTable
 from paceline.plan.cost_model.rates import DeviceRates
 from paceline.plan.cost_model.work_split import MicrobatchKey
@@ -64,12 +64,14 @@ def compute_block_time(
         return _compute_block_time_on_cpu(rates.op_times, recipe, block, key)
     head = block.boundary == 0
     dtype = recipe.wide_dtype if head else recipe.dtype
-    forward = inputs = weights = 0.0
+    forward = inputs = weights = again = 0.0
     for product in block.products:
         m, n, k, count = _shape_on_rank(product, key)
         moved = 2.0 * (m * k / product.reuse + k * n + m * n) * count
         speed = recipe.products * (recipe.grouped if product.active > 1 else 1.0)
-        forward += product_s(rates, dtype, m, n, k, count, moved) / speed
+        took = product_s(rates, dtype, m, n, k, count, moved) / speed
+        forward += took
+        again += took if product.chunk else 0.0
         inputs += product_s(rates, dtype, m, k, n, count, moved) / speed
         if not product.frozen:
             weights += product_s(rates, dtype, k, n, m, count, moved) / speed
@@ -88,15 +90,12 @@ def compute_block_time(
         recomputed.products * forward
         + recomputed.attention * attention_s
         + recomputed.traffic * (moved + kernels)
+        + again
     )
     started = block.kernels * rates.constants.host_s
     short = max(0.0, started - forward - attention_s - moved - kernels)
     flops = block.flops * micro_batch / (tp * cp)
-    recompute_flops = (
-        (recomputed.products * block.product_flops + recomputed.attention * block.attention_flops)
-        * micro_batch
-        / (tp * cp)
-    )
+    recompute_flops = _recompute_flops(block, recomputed) * micro_batch / (tp * cp)
     return ComputeTime(
         products_s=forward,
         attention_s=attention_s,
@@ -124,7 +123,9 @@ def _compute_block_time_on_cpu(
     recomputed = recipe.recompute_shares(
         key.recompute if block.boundary and "full" in block.saved else "none"
     )
-    recompute_flops = recomputed.products * block.product_flops + recomputed.attention * block.attention_flops
+    again, _, _ = cpu_compute_time.products_s(
+        op_times, [(product, m * n * k, count) for product, m, n, k, count in sides if product.chunk]
+    )
     ranks = key.tp * key.cp
     return ComputeTime(
         products_s=forward,
@@ -136,10 +137,18 @@ def _compute_block_time_on_cpu(
         traffic_backward_s=others_back,
         recompute_s=recomputed.products * forward
         + recomputed.attention * attention
-        + recomputed.traffic * others,
+        + recomputed.traffic * others
+        + again,
         flops=3 * block.flops * key.micro_batch / ranks,
-        recompute_flops=recompute_flops * key.micro_batch / ranks,
+        recompute_flops=_recompute_flops(block, recomputed) * key.micro_batch / ranks,
     )
+
+
+def _recompute_flops(block: BlockFacts, recomputed: RecomputeShares) -> float:
+    """Return the FLOPs of a sample that the backward pass computes again, also of chunked products."""
+    chunked = sum(product.flops for product in block.products if product.chunk)
+    again = recomputed.products * block.product_flops + recomputed.attention * block.attention_flops
+    return again + chunked
 
 
 def _shape_on_rank(product: Product, key: MicrobatchKey) -> tuple[float, float, float, float]:

@@ -7,6 +7,7 @@ from paceline.plan.cost_model.cost import CostPart, MemoryCost
 from paceline.plan.cost_model.framework_profiles import Recipe
 from paceline.plan.cost_model.traced_memory import (
     boundary_bytes,
+    chunk_bytes,
     count_updated_params,
     find_peak_moment,
     gathered_key_bytes,
@@ -189,7 +190,7 @@ def memory_breakdown(
         (size for size, count in counted for _ in range(min(count, GATHERED_BLOCKS))), reverse=True
     )[:GATHERED_BLOCKS]
     logits = (
-        sum(product.rows * product.columns for product in facts.last.products[:1])
+        sum(product.rows * product.columns for product in facts.last.products[:1] if not product.chunk)
         * key.micro_batch
         / (key.tp * key.cp)
     )
@@ -204,7 +205,9 @@ def memory_breakdown(
             for block, count in assignment.parts
             if block is not facts.last
         ),
-        head=kept_bytes(recipe, facts.last, key) if assignment.is_last else 0.0,
+        head=kept_bytes(recipe, facts.last, key) + chunk_bytes(recipe, facts.last, key)
+        if assignment.is_last
+        else 0.0,
         logits=logits if assignment.is_last else 0.0,
         recomputed=max(_recomputed_bytes(recipe, block, key) for block, _ in assignment.parts),
     )

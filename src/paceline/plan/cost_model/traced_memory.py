@@ -71,7 +71,17 @@ def peak_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
         + _product_output_bytes(recipe, block, key)
         + _gathered_bytes(recipe, block, key)
     )
-    return held * key.micro_batch / key.cp + gathered_key_bytes(recipe, block, key)
+    activations = held * key.micro_batch / key.cp + gathered_key_bytes(recipe, block, key)
+    return activations + chunk_bytes(recipe, block, key)
+
+
+def chunk_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
+    """Return the bytes of the chunks of outputs that never exist whole: of a chunked cross entropy.
+
+    The logits are at least in float32. With 16 bits, the product and the gradient are chunks, too.
+    """
+    bytes_ = max(4.0, recipe.element) + (2 * recipe.element if recipe.element < 4 else 0.0)
+    return bytes_ * sum(p.output_elements(key.micro_batch, key.tp, key.cp) for p in block.products if p.chunk)
 
 
 def _product_output_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
@@ -89,8 +99,8 @@ def _product_output_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey)
 
 
 def _product_output_elements(block: BlockFacts, key: MicrobatchKey) -> float:
-    """Return the output elements of products per sample."""
-    return sum(p.rows * p.columns * p.count / (key.tp if p.cut == "columns" else 1) for p in block.products)
+    """Return the output elements of products per sample, without those that never exist whole."""
+    return sum(p.output_elements(1, key.tp) for p in block.products if not p.chunk)
 
 
 def _gathered_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:

@@ -20,6 +20,8 @@ class Product:
     active: number of weights (experts) over which the rows are distributed; each gets rows × count / active
     of them.
     first: the input is data, which needs no gradients. frozen: the weights get no gradients.
+    chunk: elements of the output that exist at once, on a rank, if the product is computed in chunks, and
+    again in the backward pass; 0: all of them, once.
     """
 
     rows: float
@@ -32,6 +34,13 @@ class Product:
     convolution: bool = False
     first: bool = False
     frozen: bool = False
+    chunk: float = 0.0
+
+    def output_elements(self, samples: float, tp: int, cp: int = 1) -> float:
+        """Return the elements of the output that a rank has at once."""
+        elements = self.rows * self.columns * self.count * samples / cp
+        elements /= tp if self.cut == "columns" else 1
+        return min(elements, self.chunk) if self.chunk else elements
 
     @property
     def flops(self) -> float:

@@ -122,7 +122,10 @@ def count_facts(counter: OpCounter, task: Task, batch: Batch, samples: int) -> M
     facts = _build_facts(counter, type(task).__name__, samples)
     try:
         live = measure_live_memory(
-            model, counter.units, lambda: call_loss(task, call_model(task, model, batch), batch)
+            model,
+            counter.units,
+            lambda: call_loss(task, call_model(task, model, batch), batch),
+            counter.chunk_shapes,
         )
     except RuntimeError:  # tensors saved for the backward pass are counted already
         return facts

@@ -1,6 +1,6 @@
 """Bytes of live tensors in a forward and backward pass, by the block that runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -27,11 +27,13 @@ class LiveMemory:
 class LiveMemoryTracer(TorchDispatchMode):
     """Traces a forward and backward pass inside a `with` block.
 
-    `units`: the blocks of the model in order. Tensors may be without values.
+    `units`: the blocks of the model in order. dropped: shapes of tensors that are not counted. Tensors may be
+    without values.
     """
 
-    def __init__(self, model: nn.Module, units: list[nn.Module]):
+    def __init__(self, model: nn.Module, units: list[nn.Module], dropped: Collection[tuple[int, ...]] = ()):
         super().__init__()
+        self.dropped = dropped
         self.model, self.units = model, units
         self.shapes = {tuple(parameter.shape) for parameter in model.parameters()}
         self.bytes: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage
@@ -107,7 +109,7 @@ class LiveMemoryTracer(TorchDispatchMode):
                 and (memory := storage_id(leaf)) not in self.bytes
                 and memory not in inputs
             ):
-                if self._is_weight_gradient(leaf):
+                if self._is_weight_gradient(leaf) or tuple(leaf.shape) in self.dropped:
                     continue
                 storage = leaf.untyped_storage()
                 self.bytes[memory] = StorageWeakRef(storage), storage.nbytes()
@@ -128,13 +130,16 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def measure_live_memory(
-    model: nn.Module, units: list[nn.Module], run: Callable[[], Tensor]
+    model: nn.Module,
+    units: list[nn.Module],
+    run: Callable[[], Tensor],
+    dropped: Collection[tuple[int, ...]] = (),
 ) -> tuple[LiveMemory, list[LiveMemory], LiveMemory]:
     """Return the live memory before the blocks, of each block, and after them.
 
-    `run` makes a forward pass, and returns the loss.
+    `run` makes a forward pass, and returns the loss. dropped: shapes of tensors that are not counted.
     """
-    tracer = LiveMemoryTracer(model, units)
+    tracer = LiveMemoryTracer(model, units, dropped)
     with tracer, torch.enable_grad():
         run().sum().backward()
     return tracer.results()

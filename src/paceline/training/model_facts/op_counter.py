@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from paceline.chunked_loss import CHUNK_ELEMENTS, chunked_cross_entropy, count_chunk_rows
 from paceline.distributed.dtensor import storage_id
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.op_rules import ATTENTION, attention_inputs
@@ -100,7 +101,8 @@ class OpCounter(TorchDispatchMode):
         self.product_dims: dict[int, str | None] = {}  # memory of inputs and outputs of products -> split dim
         self.product_outputs: set[int] = set()  # memory of outputs of products
         self.kept: list[Any] = []  # keeps tensors alive, so that no memory is reused
-        self.attention_depth = 0  # operations inside attention are not counted
+        self.function_depth = 0  # operations inside of a function that counts as one are not counted
+        self.chunk_shapes: set[tuple[int, ...]] = set()  # of logits that a chunked cross entropy drops
 
     def start_loss(self) -> None:
         """Attribute what follows to the loss."""
@@ -115,15 +117,15 @@ class OpCounter(TorchDispatchMode):
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=False),
         ]
-        self.attention = _AttentionCounter(self)
+        self.functions = _FunctionCounter(self)
         self.saving = saved_tensors_hooks(self._save, lambda kept: kept)
         self.saving.__enter__()
         super().__enter__()
-        self.attention.__enter__()
+        self.functions.__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self.attention.__exit__(*raised)
+        self.functions.__exit__(*raised)
         super().__exit__(*raised)
         self.saving.__exit__(*raised)
         for hook in self.hooks:
@@ -165,7 +167,7 @@ class OpCounter(TorchDispatchMode):
                 self.used.setdefault(memory, set()).add(self.at)
         packet = getattr(func, "overloadpacket", func)
         part = self.parts[self.at]
-        if not results or self.attention_depth:
+        if not results or self.function_depth:
             return result
         back = any(tensor.requires_grad for tensor in tensors)
         if packet in VIEWS:
@@ -174,13 +176,7 @@ class OpCounter(TorchDispatchMode):
         part.kernels += 1
         if product := _find_product(packet, args, results[0]):
             inputs, weight = tensors[:2] if packet is ATEN.convolution else tensors[-2:]
-            is_frozen = storage_id(weight) in self.owner and not (
-                weight.requires_grad and torch.is_grad_enabled()
-            )
-            product = replace(product, first=not inputs.requires_grad, frozen=is_frozen)
-            style = self.styles.get(self.running[-1]) if self.running else None
-            cut = STYLES[style].product_split if style is not None else None
-            part.products.append(replace(product, cut=cut))
+            style, cut = self.add_product(product, inputs, weight)
             self.note_product(tensors, results, cut if style != "gather" else None)
         else:
             moved = sum(tensor.numel() for tensor in (*tensors, *results) if tensor.is_floating_point())
@@ -189,6 +185,20 @@ class OpCounter(TorchDispatchMode):
                 moved = 2 * results[0].numel()
             part.operations.append(Operation(KIND_OF.get(packet, "move"), float(moved), back))
         return result
+
+    def add_product(
+        self, product: Product, inputs: Tensor, weight: Tensor
+    ) -> tuple[str | None, Literal["columns", "inner"] | None]:
+        """Count a product. Return how tp splits its layer: the style, and the dimension of the product."""
+        is_frozen = storage_id(weight) in self.owner and not (
+            weight.requires_grad and torch.is_grad_enabled()
+        )
+        style = self.styles.get(self.running[-1]) if self.running else None
+        cut = STYLES[style].product_split if style is not None else None
+        self.parts[self.at].products.append(
+            replace(product, first=not inputs.requires_grad, frozen=is_frozen, cut=cut)
+        )
+        return style, cut
 
     def note_product(self, inputs: list[Tensor], outputs: list[Tensor], cut: str | None) -> None:
         """Note inputs and outputs of a product. `cut`: "inner" splits the inputs, "columns" the outputs."""
@@ -200,8 +210,8 @@ class OpCounter(TorchDispatchMode):
             self.product_outputs.add(storage_id(tensor))
 
 
-class _AttentionCounter(TorchFunctionMode):
-    """Counts each attention as one operation."""
+class _FunctionCounter(TorchFunctionMode):
+    """Counts each attention, and each chunked cross entropy, as one operation."""
 
     def __init__(self, counter: OpCounter):
         super().__init__()
@@ -209,14 +219,32 @@ class _AttentionCounter(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not ATTENTION:
+        count = {ATTENTION: self._count_attention, chunked_cross_entropy: self._count_chunked_loss}.get(func)
+        if count is None:
             return func(*args, **kwargs)
-        counter = self.counter
-        counter.attention_depth += 1
+        self.counter.function_depth += 1
         try:
             result = func(*args, **kwargs)
         finally:
-            counter.attention_depth -= 1
+            self.counter.function_depth -= 1
+        count(args, kwargs, result)
+        return result
+
+    def _count_chunked_loss(self, args: Any, kwargs: Any, result: Tensor) -> None:
+        hidden, weight = args[:2]
+        counter, (classes, width) = self.counter, weight.shape
+        part, rows = counter.parts[counter.at], result.numel()
+        of_chunk = min(rows, count_chunk_rows(classes))
+        counter.chunk_shapes |= {(of_chunk, classes), (rows % of_chunk, classes)}
+        counter.add_product(Product(rows, classes, width, chunk=CHUNK_ELEMENTS), hidden, weight)
+        counter.note_product([hidden], [], None)
+        part.kernels += 1
+        moved = 2 * rows * classes  # as a softmax of all logits
+        part.moved += moved
+        part.operations.append(Operation("function", float(moved), hidden.requires_grad))
+
+    def _count_attention(self, args: Any, kwargs: Any, result: Tensor) -> None:
+        counter = self.counter
         query, key, value = attention_inputs(args, kwargs)
         causal = bool(kwargs.get("is_causal", len(args) > 5 and args[5]))
         part = counter.parts[counter.at]
@@ -237,7 +265,6 @@ class _AttentionCounter(TorchFunctionMode):
         counter.note_product([query, key, value], [result], None)
         for tensor in (query, key, value, result):
             counter.product_dims[storage_id(tensor)] = split
-        return result
 
 
 def _is_masked(query: Tensor, key: Tensor, args: Any, kwargs: Any) -> bool:
