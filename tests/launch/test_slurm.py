@@ -636,3 +636,18 @@ def test_scale_asks_the_queue(slurm: Slurm, tmp_path: Path) -> None:
     assert rows[8]["finish_s"] < rows[4]["finish_s"]  # negative control: both nodes are free
     succeed(*words, at=tmp_path, **slurm.env)
     assert "queue" not in json.loads((tmp_path / "a.json").read_text())
+
+
+@pytest.mark.slow
+def test_scale_measures_in_jobs(slurm: Slurm, tmp_path: Path) -> None:
+    """Outside of an allocation, each number of ranks trains in a job; nothing but the results is kept."""
+    write_task(tmp_path)
+    words = ("scale", "my.py:Regression", "--batch", "24", "--set", "norm=false", "--measure", "1,2")
+    words = (*words, "--launcher", "slurm", "--plan", "ddp", "--json", "a.json")
+    succeed(*words, at=tmp_path, OMP_NUM_THREADS="1", **slurm.env)
+    found = json.loads((tmp_path / "a.json").read_text())["measured"]
+    assert [(point["ranks"], point["batch"]) for point in found["weak"]["points"]] == [(1, 24), (2, 48)]
+    assert found["strong"]["failed"] == []
+    jobs = slurm.run("scontrol", "show", "job", "-o").splitlines()
+    assert sum("JobState=COMPLETED" in job and str(tmp_path) in job for job in jobs) == 3
+    assert not (tmp_path / "runs").exists()

@@ -60,6 +60,7 @@ def test_best_plans_are_measured(tmp_path: Path) -> None:
         (("scale", *WORDS, "--measure", "1,x"), "--measure '1,x': 'x' is not a whole number"),
         (("scale", *WORDS, "--measure", "1", "--cluster", "h100:8"), "--cluster h100:8 describes another"),
         (("scale", "--model", "gpt2", "--measure", "1"), "--measure requires a task to train"),
+        (("scale", *WORDS, "--measure", "1", "--price", "2"), "--price is for predictions"),
         (("scale", *WORDS, "--ranks", "1", "--plan", "ddp"), "--plan requires --measure"),
         (("plan", "--model", "gpt2", "--measure", "2"), "--measure requires a task to train"),
         (("plan", *WORDS, "--measure", "0"), "--measure must be at least 1"),

@@ -120,21 +120,32 @@ def scale(
         raise SpecError(f"scale requires numbers of ranks; add --ranks: {HINT}")
     if measure is None and (option := "--plan" if plan else "--launcher" if launcher else None):
         raise SpecError(f"{option} requires --measure, which trains")
+    counts = parse_counts(ranks) if ranks is not None else ()
     measured = None
     if measure is not None:
         if target is None:
             raise SpecError("--measure requires a task to train, and --model is not one; name a task")
+        for_predictions: dict[str, object] = {
+            "--plot": plot,
+            "--tokens": tokens,
+            "--epochs": epochs,
+            "--steps": steps,
+            "--price": price,
+            "--instance": instance,
+            "--peak": peak,
+            "--queue": queue,
+        }
+        if ranks is None and (
+            given := next((name for name in for_predictions if for_predictions[name]), None)
+        ):
+            raise SpecError(f"{given} is for predictions, and --measure alone makes none; add --ranks")
         measured = _measure(target, measure, plan, launcher, cluster, batch, precision, set or [], efficiency)
         if ranks is None:
-            if plot is not None:
-                raise SpecError("--plot draws predictions; add --ranks")
             if json is not None:
                 _write_json(json, {"measured": measured})
             return
-    assert ranks is not None
     if target is None and (epochs or steps):
         raise SpecError("--epochs and --steps require a task, got --model; use --tokens")
-    counts = parse_counts(ranks)
     cluster, price, _ = read_price(instance, cluster, price, max(counts))
     query = read_query(target, model, batch, seq, precision, set, lora=lora, system=system)
     if target is not None and tokens is None:

@@ -149,14 +149,17 @@ def _train_elsewhere(
 ) -> list[Event]:
     """Train through the launcher, and return the events. A run that fails is kept."""
     total = WARM_UP_STEPS + 2 * steps  # half of the steps may be profiled
+    is_job = launch.launcher != "ray" and "SLURM_JOB_ID" not in os.environ
+    if not is_job:
+        find_launcher(launch).check(launch)
     run = create(choose_path(None, spec.task), _shorten(spec, total), launch)
     run.temporary.touch()
     try:
-        if launch.launcher == "ray" or "SLURM_JOB_ID" in os.environ:
+        if is_job:
+            _run_job(run, launch, report)
+        else:
             with _redirect_output(run.path / "output.txt"):
                 find_launcher(launch).start(run, launch)
-        else:
-            _run_job(run, launch, report)
         events = list(read(run.events))
         if sum(isinstance(event, Step) for event in events) < total:
             raise RankError(f"the short training ended early; {run.path} has its output")
