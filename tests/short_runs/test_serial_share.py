@@ -83,7 +83,7 @@ def test_two_devices_as_fast_as_eight() -> None:
     assert not verdict.pays
     assert verdict.ranks == 2
     assert verdict.sentence.startswith("more ranks do not pay: for the same work, 8 ranks take 7.6 s")
-    assert "2 take 7.0 s" in verdict.sentence
+    assert "2 ranks take 7.0 s a step" in verdict.sentence
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ def _choose_measured_plan(request: TrainingRequest, count: int) -> TrainingReque
 
     spec, launch = request
     if launch.plan != AUTO:
-        raise SpecError(f"--measure chooses among plans, got --plan {launch.plan}; use --plan auto")
+        given = f"got --plan {launch.plan}" if launch.plan is not None else "but --plan is not given"
+        raise SpecError(f"--measure chooses among plans, {given}; use --plan auto")
     ranks = launch.ranks or launch.nodes * count_devices(launch.device)
     launch = launch.model_copy(update={"ranks": ranks})
     find_launcher(launch).check(launch)

@@ -9,6 +9,7 @@ from paceline.plan.cost_model.cost import RUN_NOISE, Cost
 from paceline.short_runs.request import ShortRequest
 from paceline.short_runs.serial_share import Sample, SerialShare, fit_amdahl, fit_gustafson
 from paceline.short_runs.training import ShortRun, count_steps, train_shortly
+from paceline.units import format_seconds, several
 
 
 @dataclass(frozen=True)
@@ -126,28 +127,21 @@ def judge(points: Sequence[MeasuredPoint], efficiency: float) -> ScalingVerdict:
 
     efficiency: the least efficiency at which ranks are recommended.
     """
-    from paceline.units import format_seconds, several
-
     last = points[-1].run
     good = [point.run.ranks for point in points if point.efficiency >= efficiency]
     if len(points) == 1:
         return ScalingVerdict(last.ranks, False, "one number of ranks does not show whether more ranks pay")
     best = min((point for point in points[:-1]), key=lambda point: point.run.step_s)
-    pair = (
-        f"{several(last.ranks, 'rank')} take {format_seconds(last.step_s)} a step, {best.run.ranks} "
-        f"take {format_seconds(best.run.step_s)}"
-    )
+    pair = f"{_describe_step(last)}, {_describe_step(best.run)}"
     margin = (points[-1].sample.error ** 2 + best.sample.error**2) ** 0.5
     gain = best.run.step_s / last.step_s
     if gain <= 1 + margin:
-        why = "longer" if gain < 1 - margin else "as long, within the error,"
+        why = "" if gain < 1 - margin else ", which is equal within the error"
         fewest = next(p.run for p in points if p.run.step_s <= best.run.step_s * (1 + margin))
-        factor = last.ranks / fewest.ranks
         return ScalingVerdict(
             max((count for count in good if count <= fewest.ranks), default=fewest.ranks),
             False,
-            f"more ranks do not pay: for the same work, {pair}: {why} with {factor:g} times the ranks"
-            f" of {fewest.ranks}",
+            f"more ranks do not pay: for the same work, {pair}{why}",
         )
     paid = last.ranks / best.run.ranks
     share = gain / paid
@@ -164,3 +158,8 @@ def judge(points: Sequence[MeasuredPoint], efficiency: float) -> ScalingVerdict:
         f"more ranks are faster and cost more: for the same work, {pair}: {gain:.2f} times as fast with "
         f"{paid:g} times the ranks, {1 / share - 1:.0%} more device time",
     )
+
+
+def _describe_step(run: ShortRun) -> str:
+    verb = "takes" if run.ranks == 1 else "take"
+    return f"{several(run.ranks, 'rank')} {verb} {format_seconds(run.step_s)} a step"

@@ -57,6 +57,8 @@ def find_largest_error(cost: Cost) -> str | None:
 def _suggest_measurement(found: BestPlans, target: str | None, part: str | None) -> str:
     """Return the command that measures the part, or else the command of a training, which shows it."""
     options = f"--ranks {found.ranks} --batch {found.batch} --plan {found.plans[0][0]}"
+    if found.plans[0][0].ep > 1:
+        return "a training by a system that runs experts in parallel, which Paceline does not"
     train = f"paceline train {target or 'TASK'} {options}"
     if part is None:
         return f"{train} --steps 50, and the same for the other plans"
