@@ -7,7 +7,7 @@ operation. Two questions find most problems: when is the device idle, and what d
 # %%
 # ## Record
 #
-# Each rank works and then averages its gradients. The last rank is slower: it gets 15 ms of work instead
+# Each rank works and then averages its gradients. The last rank is slower: it gets 40 ms of work instead
 # of 3 ms. The work is a sleep, so that the trace does not depend on the number of cores.
 # `record_function` names a part of the program in the trace.
 import json
@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.lesson import ask, check, column, num_ranks, picture, rows, run, table
 
-STEPS, FAST_S, SLOW_S = 6, 0.003, 0.015
+STEPS, FAST_S, SLOW_S = 6, 0.003, 0.040
 n = num_ranks()
 folder = tempfile.TemporaryDirectory()
 
