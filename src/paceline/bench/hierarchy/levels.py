@@ -79,7 +79,7 @@ def _measure_loopback(budget_s: float) -> Iterator[Row | str]:
         yield _row("loopback, two ranks", LARGE_BYTES, max(times_s) / large_s, latency_s)
 
 
-def _measure_disk(directory: Path, budget_s: float) -> Iterator[Row]:
+def _measure_disk(directory: Path, budget_s: float) -> Iterator[Row | str]:
     """Measure reads of a file that is not in memory, and of single blocks at random places."""
     from paceline.bench.storage.suite import measure
 
@@ -88,9 +88,10 @@ def _measure_disk(directory: Path, budget_s: float) -> Iterator[Row]:
     per_s = rates["random read"]
     read_Bps = rates["direct read"] or rates["read"]
     size = int((rows.get("direct read") or rows.get("read") or {}).get("bytes") or 0)
-    yield _row(f"disk, read in {directory}", size, read_Bps, 1 / per_s if per_s else None)
+    yield _row("disk, read", size, read_Bps, 1 / per_s if per_s else None)
     written = int((rows.get("large write") or {}).get("bytes") or 0)
-    yield _row(f"disk, written in {directory}", written, rates["large write"], None)
+    yield _row("disk, written", written, rates["large write"], None)
+    yield f"the disk is that of {directory}"
 
 
 def _rate(row: Any) -> float | None:
