@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -394,9 +395,10 @@ def _reservation(path: Path) -> Path:
     return path.with_name(f".{path.name}")
 
 
-def create(path: Path, spec: Spec, launch: Launch) -> RunFolder:
+def create(path: Path, spec: Spec, launch: Launch, provenance: Mapping[str, Any] | None = None) -> RunFolder:
     """Create a run folder with its request and its provenance.
 
+    provenance: from `collect_provenance`, for a process that creates many runs [default: collect it].
     Raises RunError if the folder exists or cannot be created.
     """
     try:
@@ -408,7 +410,8 @@ def create(path: Path, spec: Spec, launch: Launch) -> RunFolder:
     release(path)
     run = RunFolder(path)
     run.write_request(spec, launch.model_copy(update={"run": None}))
-    run.provenance.write_text(json.dumps(collect_provenance(), indent=2) + "\n")
+    facts = collect_provenance() if provenance is None else provenance
+    run.provenance.write_text(json.dumps(facts, indent=2) + "\n")
     return run
 
 

@@ -62,6 +62,7 @@ def test_each_trial_is_a_run_with_its_values(study):
         assert trial.metrics["loss"] == last.metrics["loss"]
         assert run.checkpoints()[-1] == 4
         assert trial.metrics["time"] == trial.seconds > 0
+        assert json.loads(run.provenance.read_text())["command"][1] == "tune"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from paceline import events
 from paceline.errors import PlanError, RunError, SpecError
 from paceline.events import Evaluated, Saved
 from paceline.launch.signals import STOPPED, Interrupt
-from paceline.run import RunFolder, create
+from paceline.run import RunFolder, collect_provenance, create
 from paceline.spec import Launch, Spec, suggest
 from paceline.tuning.definition import StudyDefinition
 from paceline.tuning.executors.pool import POLL_S, Executor, RunningTrial
@@ -59,6 +59,7 @@ class Controller:
     def __init__(self, folder: StudyFolder, definition: StudyDefinition, report: Report):
         self._folder, self._definition, self._report = folder, definition, report
         self._is_metric_known = False
+        self._provenance = collect_provenance()  # once: it asks git, which takes long in a large repository
         self._checked = 0.0
         self._refused: list[Mapping[str, float]] = []  # predictions of trials that violated a condition
         self._curves: dict[int, EvaluationCurve] = {}
@@ -178,7 +179,7 @@ class Controller:
             self._finish(trial, "refused", str(error))
             self._check_refusals()
             return True
-        run = prepare_run(self._folder.run(number), spec, launch)
+        run = prepare_run(self._folder.run(number), spec, launch, self._provenance)
         if is_trained(run, spec):  # the controller was killed before it wrote this down
             self._finish_trained(trial, run, max(0.0, measure_seconds(run) - trial.seconds))
             return True
@@ -315,7 +316,7 @@ def _lock(folder: StudyFolder) -> Any:
         ) from None
 
 
-def prepare_run(run: RunFolder, spec: Spec, launch: Launch) -> RunFolder:
+def prepare_run(run: RunFolder, spec: Spec, launch: Launch, provenance: Mapping[str, Any]) -> RunFolder:
     """Return the run folder of a trial with this request. An existing run keeps its checkpoints.
 
     Raises RunError if ranks of an earlier controller still train it after 20 s.
@@ -330,4 +331,4 @@ def prepare_run(run: RunFolder, spec: Spec, launch: Launch) -> RunFolder:
             if earlier != (spec, launch):
                 run.write_request(spec, launch)
             return run
-    return create(run.path, spec, launch)
+    return create(run.path, spec, launch, provenance)
