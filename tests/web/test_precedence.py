@@ -51,8 +51,8 @@ def test_server_has_a_nice_session_of_its_own():
     command, server = start(is_leader=False)
     assert server.ppid() == command.pid
     assert os.getsid(server.pid) == server.pid != os.getsid(0)
-    assert server.nice() == 19
-    assert Path(f"/proc/{server.pid}/autogroup").read_text().endswith("nice 19\n")
+    assert server.nice() == 10
+    assert Path(f"/proc/{server.pid}/autogroup").read_text().endswith("nice 10\n")
     assert Path("/proc/self/autogroup").read_text() == before, "other processes of the session are not nice"
     command.stdin.close()
     assert end(command) == 3, "the status is that of the server"
@@ -61,7 +61,7 @@ def test_server_has_a_nice_session_of_its_own():
 def test_leader_of_a_session_needs_no_second_process():
     command, server = start(is_leader=True)
     assert server.pid == command.pid
-    assert Path(f"/proc/{server.pid}/autogroup").read_text().endswith("nice 19\n")
+    assert Path(f"/proc/{server.pid}/autogroup").read_text().endswith("nice 10\n")
     command.stdin.close()
     assert end(command) == 3
 

@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-NICENESS = 19
+NICENESS = 10  # a tenth of the processors where sessions of trainings use all of them
 IS_BY_SESSION = Path("/proc/sys/kernel/sched_autogroup_enabled")
 SESSION_NICENESS = Path("/proc/self/autogroup")
 PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
 
 
 def give_way() -> None:
-    """Continue with the lowest priority.
+    """Continue with a low priority.
 
     If this process shares its session with others, a child continues in a new one. This process waits for
     it, passes signals on, and exits with its status. It must have no other threads."""
