@@ -78,6 +78,7 @@ def test_ddp_and_task_compute_the_same_losses(tmp_path):
     [
         ("fsdp2", "torch"),
         ("accelerate", "accelerate"),
+        ("deepspeed", "deepspeed"),
         ("lightning", "lightning"),
     ],
 )
