@@ -26,8 +26,8 @@ PIXELS, CLASSES, NOISE = 16 * 16, 10, 0.1
 # Optimizer -> options: the learning rate at the smallest batch, the rule that scales it, and others
 OPTIMIZERS = {
     "sgd": ("--lr", "0.05", "--set", "schedule.lr_scale=linear"),
-    "lars": ("--lr", "2.0", "--set", "schedule.lr_scale=sqrt", "--set", "optimizer.no_trust=norm,bias"),
-    "lamb": ("--lr", "0.003", "--set", "schedule.lr_scale=sqrt", "--set", "optimizer.no_trust=norm,bias"),
+    "lars": ("--lr", "2.0", "--set", "schedule.lr_scale=sqrt", "--set", "optimizer.no_trust=bias"),
+    "lamb": ("--lr", "0.003", "--set", "schedule.lr_scale=sqrt", "--set", "optimizer.no_trust=bias"),
 }
 
 

@@ -546,7 +546,8 @@ def test_samples_of_different_shapes_are_named(here):
     [
         (
             {"schedule": Schedule(warmup=97)},
-            "schedule.warmup=97 samples is longer than the training, 96 samples",
+            "schedule.warmup=97 samples is longer than the training, 96 samples; use a shorter warm-up, or "
+            "train longer",
         ),
         ({"batch": 9}, "batch 9 is not divisible by microbatches=2: use --batch 10 or 8"),
     ],

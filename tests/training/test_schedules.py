@@ -154,6 +154,10 @@ def test_contradictions_are_refused(options: dict[str, Any], message: str) -> No
             Schedule(name="cosine", warmup=60),
             "warmup=60 samples leaves nothing of the 60 samples",
         ),
+        (
+            Schedule(name="cosine", warmup=61),
+            "the training, 60 samples; use a shorter warm-up, or train longer",
+        ),
         (Schedule(name="cosine", warmup=9, length=9), "warmup=9 samples leaves nothing of the 9 samples"),
         (
             Schedule(name="milestones", milestones=(7, 60)),

@@ -26,7 +26,8 @@ def check_schedule(schedule: Schedule, total: int, task: Task | None = None) -> 
     length = _length(schedule, total)
     if schedule.warmup > total:
         raise SpecError(
-            f"schedule.warmup={schedule.warmup} samples is longer than the training, {total} samples"
+            f"schedule.warmup={schedule.warmup} samples is longer than the training, {total} samples; use a "
+            "shorter warm-up, or train longer"
         )
     if schedule.warmup >= length and schedule.name != "constant":
         raise SpecError(

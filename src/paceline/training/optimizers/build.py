@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from paceline.distributed.dtensor import is_dtensor
+from paceline.errors import SpecError
 from paceline.spec import Optimizer
 from paceline.training.optimizers.adafactor import Adafactor
 from paceline.training.optimizers.lamb import Lamb
@@ -51,9 +52,14 @@ def build_optimizer(
     """Return the optimizer that `spec` names.
 
     names: of what it trains on all ranks. params: on this rank, by name in `model`. dense: whether no
-    gradient is sparse. notes: for the user; are added. Raises SpecError for patterns that match nothing.
+    gradient is sparse. notes: for the user; are added. Raises SpecError for
+    patterns that match nothing, and parameters that the optimizer does not support.
     """
     own = assign_options(spec, model, names)
+    if spec.name == "adafactor" and (found := [name for name, each in params.items() if each.is_complex()]):
+        raise SpecError(
+            f"optimizer.name=adafactor does not support complex parameters, such as {found[0]}; use adamw"
+        )
     if spec.name == "muon":
         return build_muon(spec, model, params, own, notes)
     options: dict[str, Any] = {"lr": spec.lr, **spec.options}

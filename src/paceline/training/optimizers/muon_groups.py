@@ -62,7 +62,7 @@ def build_muon(
 
 
 def find_matrices(model: nn.Module) -> list[str]:
-    """Return the names of matrices and of weights of convolutions, with more than one row and column.
+    """Return the names of real matrices and weights of convolutions with more than one row and column.
 
     Other tensors with more dimensions may be several matrices in any order, such as stacked experts.
     """
@@ -71,6 +71,7 @@ def find_matrices(model: nn.Module) -> list[str]:
         name
         for name, parameter in model.named_parameters()
         if (parameter.dim() == 2 or id(parameter) in convolutions)
+        and not parameter.is_complex()
         and min(parameter.shape[0], parameter.shape[1:].numel()) > 1
     ]
 

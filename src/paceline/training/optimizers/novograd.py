@@ -44,7 +44,7 @@ class NovoGrad(WholeTensorOptimizer):
     def _update(self, tensors: GroupTensors) -> Rounds:
         options, (beta1, beta2) = tensors.options, tensors.options["betas"]
         firsts, steps = list(tensors.moments("exp_avg")), tensors.count_steps()
-        seconds = tensors.whole("grad_norm_sq", lambda parameter: torch.zeros((), dtype=parameter.dtype))
+        seconds = tensors.whole("grad_norm_sq", lambda parameter: torch.zeros((), dtype=parameter.real.dtype))
         new = torch.cat((yield squares(tensors.grads)))
         starts = torch.tensor([step == 1 for step in steps], device=new.device)
         averages = torch.where(starts, new, torch.stack(seconds) * beta2 + new * (1 - beta2))

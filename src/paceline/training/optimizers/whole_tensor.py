@@ -25,7 +25,8 @@ Rounds = Generator[list[Tensor], list[Tensor], None]
 class GroupTensors:
     """The tensors of a parameter group that have gradients.
 
-    options: of the group. params: as the model has them. weights, grads: the part on this rank.
+    options: of the group. params: as the model has them. weights, grads: the part on this rank, with complex
+    numbers as pairs of real ones.
     """
 
     options: dict[str, Any]
@@ -41,7 +42,7 @@ class GroupTensors:
                 state[key] = torch.zeros_like(
                     parameter, requires_grad=False, memory_format=torch.preserve_format
                 )
-        return [local_tensor(state[key]) for state in self.states]
+        return [as_real(local_tensor(state[key])) for state in self.states]
 
     def whole(self, key: str, make: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Return a state that each rank holds whole. make: returns its first value for a parameter."""
@@ -80,8 +81,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         return GroupTensors(
             options=group,
             params=params,
-            weights=[local_tensor(parameter.detach()) for parameter in params],
-            grads=[local_tensor(parameter.grad) for parameter in params],
+            weights=[as_real(local_tensor(parameter.detach())) for parameter in params],
+            grads=[as_real(local_tensor(parameter.grad)) for parameter in params],
             states=[self.state[parameter] for parameter in params],
         )
 
@@ -124,6 +125,11 @@ def _shard_groups(parameter: Any) -> Iterator[dist.ProcessGroup]:
         for axis, placement in enumerate(parameter.placements):
             if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1:
                 yield parameter.device_mesh.get_group(axis)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a view of a complex tensor with pairs of real numbers, as torch's optimizers update it."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def find_place(parameter: Any) -> tuple[slice, ...]:
