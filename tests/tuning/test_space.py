@@ -18,6 +18,11 @@ def spread(parameter: Parameter, count: int = 3000) -> list:
     return [parameter.from_unit((index + 0.5) / count) for index in range(count)]
 
 
+def test_choices_of_a_text_field_are_texts():
+    assert parse("relu,1,nan,true,'2'", str).choices == ("relu", "1", "nan", "true", "2")
+    assert parse("relu,1,true", int).choices == ("relu", 1, True)
+
+
 def test_float_covers_its_range_evenly():
     values = spread(parse("float:2:6"))
     assert 2 < min(values) < 2.01

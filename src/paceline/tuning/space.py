@@ -131,8 +131,8 @@ class Parameter:
 def parse_parameter(name: str, key: str, annotation: Any, text: Any) -> Parameter:
     """Return the parameter that a range stands for, such as `log:1e-4:1e-1` or `relu,gelu if width>64`.
 
-    annotation: the type of the field, which decides between int and float. text: also a list of choices, or
-    a single value. Raises SpecError.
+    annotation: the type of the field, which decides between int, float and text.
+    text: also a list of choices, or a single value. Raises SpecError.
     """
     if not isinstance(text, str):
         choices = tuple(text) if isinstance(text, list) else (text,)
@@ -145,7 +145,7 @@ def parse_parameter(name: str, key: str, annotation: Any, text: Any) -> Paramete
             kind = "" if word in KINDS else f"; {word!r} is no kind of range{suggest(word, KINDS)}"
             raise SpecError(f"--space {name}={abbreviate(text, str)} must be {FORMS}{kind}")
         value = parse_value(text, name) if text.startswith("[") else None
-        choices = tuple(value) if isinstance(value, list) else tuple(_split_choices(name, text))
+        choices = tuple(value) if isinstance(value, list) else tuple(_split_choices(name, text, annotation))
         return _choice(name, key, choices, condition)
     return _range(name, key, annotation, match, condition)
 
@@ -158,11 +158,13 @@ def _split_condition(text: str) -> tuple[str, ParameterCondition | None]:
     return match[1], ParameterCondition(match[2], operator, parse_value(match[4].strip()))
 
 
-def _split_choices(name: str, text: str) -> Iterator[Any]:
+def _split_choices(name: str, text: str, annotation: Any) -> Iterator[Any]:
+    """Yield the choices; for a field of type str as texts, also `1` and `nan`."""
     for word in text.split(","):
         if not word.strip():
             raise SpecError(f"--space {name}={abbreviate(text, str)} must be {FORMS}; a choice is empty")
-        yield parse_value(word.strip(), name)
+        value = parse_value(word.strip(), name)
+        yield word.strip() if annotation is str and not isinstance(value, str) else value
 
 
 def _choice(name: str, key: str, choices: tuple[Any, ...], condition: ParameterCondition | None) -> Parameter:
