@@ -45,6 +45,13 @@ def submit(
             "paceline submit … --kubernetes kubernetes.toml | kubectl apply -f -",
         ),
     ] = None,
+    jupyter: Annotated[
+        bool,
+        Option(
+            "--jupyter",
+            help="Start JupyterLab on a node instead of a training, and print the command of the tunnel.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the job script without submitting it.")] = False,
 ) -> None:
     """Queue a training in Slurm, and print the number of the job.
@@ -62,6 +69,9 @@ def submit(
     from paceline.run import choose_path, create
 
     spec, launch = request
+    if jupyter:
+        _submit_jupyter(request, time, site, dry_run, bool(array or kubernetes))
+        return
     if spec.precision == "auto":
         raise SpecError(
             "--precision auto chooses for this machine, and the job runs on others; "
@@ -95,6 +105,51 @@ def submit(
         run.delete()
         raise
     print(f"{path}: job {number}")
+
+
+def _submit_jupyter(
+    request: TrainingRequest, time: str | None, site: Path | None, dry_run: bool, has_others: bool
+) -> None:
+    """Start JupyterLab in a job, wait for it, and print how to connect. Raises an Error."""
+    import shutil
+
+    from paceline.errors import Error, LaunchError
+    from paceline.launch.slurm import client as slurm
+    from paceline.launch.slurm import jupyter
+    from paceline.launch.slurm.job_script import build_job
+    from paceline.launch.slurm.site import read_site
+    from paceline.run import choose_path
+    from paceline.spec import Launch, Spec
+
+    spec, launch = request
+    if has_others or spec != Spec() or launch.model_copy(update={"run": None}) != Launch():
+        raise LaunchError(
+            "--jupyter starts JupyterLab and no training; besides it, only --time, --site, --run-dir and "
+            "--dry-run are possible"
+        )
+    settings = read_site(site)
+    slurm.check_time(time, settings)
+    folder = choose_path(launch.run, "jupyter").absolute()
+    job = build_job(launch.model_copy(update={"ranks": 1}), settings, folder, time)
+    script = jupyter.render_jupyter(job, settings)
+    if dry_run:
+        print(script, end="")
+        return
+    slurm.check(job, settings)
+    try:
+        number = slurm.submit(jupyter.prepare_folder(folder, script))
+    except (Error, OSError, KeyboardInterrupt):
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    print(f"{folder}: job {number}; to end it: scancel {number}", flush=True)
+    try:
+        tunnel = jupyter.wait_for_tunnel(folder, number)
+    except KeyboardInterrupt:
+        print(f"the job continues; the command of the tunnel will be in {folder / jupyter.TUNNEL}")
+        raise
+    print(f"on your computer:  {tunnel}")
+    print(f"in your browser:   http://localhost:{jupyter.PORT}/lab")
+    print(f"token:             cat {folder / jupyter.TOKEN}")
 
 
 def _print_manifest(request: TrainingRequest, name: str, file: Path, has_slurm_options: bool) -> None:

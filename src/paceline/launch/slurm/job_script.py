@@ -148,6 +148,19 @@ def _set_up(job: Job, site: Site) -> str:
         _NO_ARRAY if job.array is None else None,
         f"cd {quote_word(job.folder)} || exit",
         _JOIN if job.can_grow else 'echo "$SLURM_JOB_ID" > "$run/job"',
+        *_environment(job, site),
+    ]
+    return "\n".join(line for line in lines if line is not None)
+
+
+def render_environment(job: Job, site: Site) -> str:
+    """Return the lines that load the modules and the environment of a job, in its folder."""
+    lines = [f"run={quote_word(job.run)}", f"cd {quote_word(job.folder)} || exit", *_environment(job, site)]
+    return "\n".join(line for line in lines if line is not None)
+
+
+def _environment(job: Job, site: Site) -> list[str | None]:
+    return [
         f"module load {shlex.join(site.modules)}" if site.modules else None,
         *site.setup,
         f'eval "$(conda shell.bash hook)"\nconda activate {quote_word(site.conda)}'
@@ -158,7 +171,6 @@ def _set_up(job: Job, site: Site) -> str:
         # since Slurm 22.05, srun no longer inherits --cpus-per-task
         f"export SRUN_CPUS_PER_TASK={cpus}" if (cpus := job.cpus_per_task(site)) is not None else None,
     ]
-    return "\n".join(line for line in lines if line is not None)
 
 
 def _stage_in(site: Site) -> str:
