@@ -11,7 +11,6 @@ from harness import ranks, relative_difference, train_on_this_rank
 from models import SAMPLES, Rows, random_integers, random_normal
 from paceline import Spec, Task
 from paceline.errors import SpecError
-from paceline.optimizer_options import OPTIMIZERS
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer
 from paceline.training.optimizer import make_optimizer
@@ -91,15 +90,6 @@ def differences(size: int, plan: str, names: list[str], has_complex: bool = Fals
 @pytest.mark.parametrize("plan", ["zero3", "tp=2"])
 def test_muon_and_lamb(plan: str) -> None:
     assert differences(2, plan, ["muon", "lamb"]) == {}
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3", "tp=2"])
-@pytest.mark.parametrize("has_complex", [False, True], ids=["real", "complex"])
-def test_each_optimizer(plan: str, has_complex: bool) -> None:
-    names = [name for name in OPTIMIZERS if name != "adafactor" or not has_complex]
-    assert differences(2, plan, names, has_complex) == {}
 
 
 def test_frozen_parameters_and_groups() -> None:
