@@ -80,21 +80,21 @@ def _measure_fastest(source: "np.ndarray", target: "np.ndarray") -> float:
     return fastest
 
 
-class Link:
+class ChainItem:
     """A place in memory that names the next place."""
 
     __slots__ = ("next",)
 
     def __init__(self) -> None:
-        self.next: Link | None = None
+        self.next: ChainItem | None = None
 
 
 @contextmanager
-def build_chain(count: int, seed: int = 0) -> Iterator[Link]:
+def build_chain(count: int, seed: int = 0) -> Iterator[ChainItem]:
     """Yield the first of `count` links in a ring, in random order of their addresses."""
     had_gc = gc.isenabled()
     gc.disable()  # it would visit all links again and again
-    links = [Link() for _ in range(count)]
+    links = [ChainItem() for _ in range(count)]
     order = np.random.default_rng(seed).permutation(count).tolist()
     try:
         for at, following in zip(order, [*order[1:], order[0]], strict=True):
