@@ -132,6 +132,13 @@ def test_auto_values_are_reported(tmp_path):
     assert all("auto" in note for note in result.notes)
 
 
+def test_clipping_that_depends_on_the_release_is_reported(tmp_path):
+    path = tmp_path / "ds.json"
+    for config, count in (({}, 1), ({"gradient_clipping": 0}, 0), ({"gradient_clipping": 0.5}, 0)):
+        path.write_text(json.dumps(config))
+        assert len([note for note in translate(path).notes if "gradient_clipping" in note]) == count
+
+
 def test_bad_files(tmp_path):
     (tmp_path / "ds.json").write_text("{")
     for name in ("ds.json", "absent.json"):

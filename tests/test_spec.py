@@ -564,6 +564,8 @@ def test_dissimilar_names_are_not_suggested():
 def test_suggested_names():
     assert specs.suggest("bach", ["batch", "seed"]) == "; did you mean batch?"
     assert specs.suggest("qqqq", ["batch", "seed"]) == "; available: batch, seed"
+    assert specs.suggest("LAMB", ["adamw", "lamb"]) == "; did you mean lamb?"
+    assert specs.suggest("pipeline_Rank", ["PIPELINE_RANK", "seed"]) == "; did you mean PIPELINE_RANK?"
     assert specs.suggest("qqqq", []) == ""
     assert specs.suggest("lr", ["batch", "optimizer.lr"]) == "; did you mean optimizer.lr?"
 

@@ -57,12 +57,15 @@ def _suggest_key(key: str, known: list[str]) -> str:
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the hint for an unknown name: `"; did you mean batch?"`, or else `"; available: batch, seed"`.
 
-    A known name matches if its spelling is similar, or if `name` is its last part (`lr`, `optimizer.lr`).
+    A known name matches if its spelling is similar, in upper or lower case, or if `name` is its last part
+    (`lr`, `optimizer.lr`).
     The hint is empty if no names are known.
     """
     known = list(known)
     ends = [key for key in known if "." in key and key.rpartition(".")[2] == name]
-    if matches := ends or difflib.get_close_matches(name, known, 1, cutoff=MIN_SIMILARITY):
+    lower = {key.lower(): key for key in known}
+    similar = difflib.get_close_matches(name.lower(), lower, 1, cutoff=MIN_SIMILARITY)
+    if matches := ends or [lower[key] for key in similar]:
         return f"; did you mean {matches[0]}?"
     more = f" and {len(known) - MAX_NAMES} more" if len(known) > MAX_NAMES else ""
     return f"; available: {', '.join(known[:MAX_NAMES])}{more}" if known else ""
