@@ -233,3 +233,13 @@ def test_another_length_on_resume_is_reported(tmp_path: Path) -> None:
     list(train(Spec(batch=8, steps=2, schedule=Schedule(name="cosine")), task=models.Points(), run=run))
     assert "length of the schedule was 2 steps, is 4 steps" in notes(4)
     assert "length of the schedule" not in notes(4, length="2 steps")
+
+
+@pytest.mark.parametrize(("length", "count"), [("7 steps", 0), ("8 steps", 1)])
+def test_a_schedule_that_does_not_reach_its_end_is_reported(length: str, count: int) -> None:
+    spec = Spec(batch=8, steps=7, schedule=Schedule(name="linear", length=length))
+    [*notes] = (note for note in next(iter(train(spec, task=models.Points()))).notes if "schedule" in note)
+    assert len(notes) == count
+    assert all(
+        note.startswith("schedule.length=64 samples is longer than the training, 56") for note in notes
+    )

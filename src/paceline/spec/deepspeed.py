@@ -56,7 +56,9 @@ def translate(path: Path) -> Translation:
     _translate_precision(config, result.tree)
     optimizer = _translate_optimizer(config.pop("optimizer", None), result)
     if (clip := config.pop("gradient_clipping", None)) is None:
-        result.notes.append("gradient_clipping is missing: set optimizer.clip to 1 if your DeepSpeed clips at 1")
+        result.notes.append(
+            "gradient_clipping is missing: set optimizer.clip to 1 if your DeepSpeed clips at 1"
+        )
     elif clip == "auto":
         result.notes.append("gradient_clipping is auto: set optimizer.clip")
     elif clip:

@@ -58,7 +58,12 @@ from paceline.training.plateau import PlateauState, add_evaluation, check_platea
 from paceline.training.profiling.profiler import StepProfiler
 from paceline.training.rank_checks import check_ranks
 from paceline.training.read_updates import read_updates
-from paceline.training.schedule import check_schedule, compute_lr_factor, resolve_schedule
+from paceline.training.schedule import (
+    check_schedule,
+    check_schedule_end,
+    compute_lr_factor,
+    resolve_schedule,
+)
 from paceline.training.setup import (
     PreparedTraining,
     RankContext,
@@ -533,6 +538,7 @@ class TrainingLoop:
                 *self.prepared.notes,
                 *self.checkpoints.resumed.notes,
                 *self.histograms.notes,
+                *check_schedule_end(self.schedule, self.total_samples),
                 *describe_streams(self.data.training, self.batches.samples_before(self.first)),
             ),
             lr_group=self.prepared.lr_group,

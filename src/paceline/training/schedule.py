@@ -56,6 +56,19 @@ def check_schedule(schedule: Schedule, total: int, task: Task | None = None) -> 
         )
 
 
+def check_schedule_end(schedule: Schedule, total: int) -> list[str]:
+    """Return a note if a schedule is longer than its training, which does not reach its end.
+
+    schedule: with lengths in samples. `total`: samples of the training.
+    """
+    if schedule.length is None or _in_samples(schedule.length) <= total:
+        return []
+    return [
+        f"schedule.length={schedule.length} samples is longer than the training, {total} samples: the "
+        "learning rate does not reach the end of the schedule"
+    ]
+
+
 def compute_lr_factor(
     schedule: Schedule, samples: int, total: int, task: Task | None = None, step: int = 0, epoch: int = 0
 ) -> float:
