@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shutil
 import signal
@@ -402,6 +403,25 @@ def test_journal_of_another_user_cannot_control_the_terminal(study, tmp_path):
     assert "skipped 1 unusable lines" in shown
     exported = paceline("show", hostile, "--optuna", tmp_path / "o.log", at=tmp_path)
     assert (exported.status, "outside of the space" in exported.err) == (2, True), exported.all
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_task_of_another_user_is_not_imported(study, tmp_path):
+    theirs = tmp_path / "s"
+    shutil.copytree(study, theirs)
+    code = tmp_path / "theirs.py"
+    code.write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n{TASK}")
+    text = (theirs / "study.toml").read_text()
+    (theirs / "study.toml").write_text(re.sub(r'task = ".*"', f'task = "{code}:Regression"', text))
+    os.chown(theirs / "study.toml", 12345, -1)
+    for command in ("show", "report"):
+        refused = paceline(command, theirs, at=tmp_path)
+        assert refused.status == 2
+        assert "study.toml belongs to user 12345, whose task would run" in refused.err
+        assert not (tmp_path / "imported").exists()
+    os.chown(theirs / "study.toml", 0, -1)  # the negative control: a task that is imported leaves the file
+    succeed("show", theirs, at=tmp_path)
+    assert (tmp_path / "imported").exists()
 
 
 @pytest.mark.slow

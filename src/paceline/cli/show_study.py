@@ -9,13 +9,13 @@ def show_study(path: Path, csv: Path | None = None, optuna: Path | None = None) 
 
     from paceline.files import write_whole
     from paceline.tuning.definition import define_study, read_definition
-    from paceline.tuning.folder import open_study
+    from paceline.tuning.folder import open_own_study
     from paceline.tuning.journal import read_state
     from paceline.tuning.outcome import collect_results
     from paceline.tuning.report.optuna_export import compute_importance, export_study
     from paceline.tuning.report.results import SHOWN_TRIALS, build_table, count_states, format_csv
 
-    folder = open_study(path)
+    folder = open_own_study(path)
     definition = define_study(*read_definition(folder.definition))
     state = read_state(folder.journal)
     collect_results(state, folder)
@@ -44,13 +44,13 @@ def write_study_page(path: Path, output: Path | None) -> str:
     from paceline.errors import SpecError
     from paceline.files import check_target, write_whole
     from paceline.tuning.definition import define_study, read_definition
-    from paceline.tuning.folder import open_study
+    from paceline.tuning.folder import open_own_study
     from paceline.tuning.journal import read_state
     from paceline.tuning.outcome import collect_results
     from paceline.tuning.report.page import build_study_page
     from paceline.units import format_bytes
 
-    folder = open_study(path)
+    folder = open_own_study(path)
     target = output if output is not None else folder.path / "report.html"
     check_target(target, SpecError)
     definition = define_study(*read_definition(folder.definition))

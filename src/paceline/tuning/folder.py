@@ -1,5 +1,6 @@
 """StudyFolder: the file names of a study."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,17 @@ def open_study(path: Path) -> StudyFolder:
         what = "is not a study: it has no study.toml" if path.is_dir() else "does not exist"
         raise RunError(f"{path} {what}{suggest(str(path), neighbours[-20:])}")
     return StudyFolder(path)
+
+
+def open_own_study(path: Path) -> StudyFolder:
+    """Return an existing study whose task may be imported. Raises RunError if it belongs to another user."""
+    folder = open_study(path)
+    if (owner := folder.definition.stat().st_uid) not in (0, os.geteuid()):
+        raise RunError(
+            f"{folder.definition} belongs to user {owner}, whose task would run to show its parameters; look "
+            f"at it with: paceline watch {path}"
+        )
+    return folder
 
 
 def choose_study(path: str | None, task: str) -> StudyFolder:
