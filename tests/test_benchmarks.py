@@ -49,6 +49,7 @@ SMALLEST = {
     "traces": "--rounds 1 --samples 2",
     "tune_asha": "--trials 3 --epochs 1",
     "tune_kills": "--kills 1 --trials 2",
+    "tune_makespan": "--runs 1 --epochs 1 --contenders paceline",
     "tune_pool": "--trials 2 --ranks 2 --loop 1 --epochs 0.1",
     "tune_tables": "--samplers random,tpe --trials 4 --seeds 2",
     "watched": "--pairs 2 --block-s 0.5",

@@ -144,7 +144,15 @@ def test_the_table_of_commands_matches_their_help(monkeypatch):
         assert (command.name, command.hidden) == (name, name in cli.HIDDEN)
         text = " ".join(command.help.split())
         assert text.startswith(sentence), f"{name}: the table has {sentence!r}, the help {text!r}"
-    assert [*cli.load("bench").commands] == ["collectives", "compute", "overlap", "host", "storage", "data"]
+    assert [*cli.load("bench").commands] == [
+        "collectives",
+        "compute",
+        "overlap",
+        "host",
+        "hierarchy",
+        "storage",
+        "data",
+    ]
 
 
 def test_a_mistyped_command_suggests_the_nearest(tmp_path):

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -179,6 +180,7 @@ def _run(main: Callable[[], None], words: list[str], at: str, env: Mapping[str, 
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # a new process would read TMPDIR
     sys.argv = words
     sys.path[0] = at
     status = 0

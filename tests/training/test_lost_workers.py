@@ -153,7 +153,7 @@ def test_signal_stops_and_resume_continues(tmp_path: Path) -> None:
         (
             "parameter-server,tp=2",
             "24",
-            "parameter-server keeps the whole model on each rank; leave zero, tp, pp and cp out",
+            "parameter-server keeps the whole model on each rank; leave zero, tp, pp, cp and ep out",
         ),
         (
             "parameter-server",
@@ -170,7 +170,7 @@ def test_signal_stops_and_resume_continues(tmp_path: Path) -> None:
         (
             "local-sgd,tp=2",
             "24",
-            "local-sgd keeps the whole model on each rank; leave zero, tp, pp and cp out",
+            "local-sgd keeps the whole model on each rank; leave zero, tp, pp, cp and ep out",
         ),
         ("ddp,switch=3", "24", "switch=3 requires period, e.g. period=8,switch=3"),
         ("ddp,staleness=3", "24", "staleness=3 requires servers, e.g. servers=1,staleness=3"),

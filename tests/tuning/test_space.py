@@ -65,7 +65,7 @@ def test_log_of_an_integer_field_gives_integers_to_both_ends():
     ids=str,
 )
 def test_choices(text, choices):
-    parameter = parse(text, str)
+    parameter = parse(text, None)
     assert parameter.choices == choices
     assert {*spread(parameter)} == {*choices}
 
