@@ -337,6 +337,7 @@ SAMPLED = """
 """
 
 
+@pytest.mark.slow
 def test_the_node_is_sampled_in_its_run_folder(tmp_path: Path) -> None:
     """In this process, and on ranks; by default as well, as on the command line."""
     assert finish(run_script(tmp_path, SAMPLED), tmp_path).status == 0

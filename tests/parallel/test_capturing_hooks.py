@@ -98,6 +98,7 @@ def skip_hooks() -> Any:
     return replaced(stage, "replay_hooks", lambda original: lambda *_: None)
 
 
+@pytest.mark.slow
 def test_without_their_calls_the_index_is_missing() -> None:
     for kind, index in (("outputs", 3), ("layers", 2)):
         with pytest.raises(AssertionError, match="IndexError"):

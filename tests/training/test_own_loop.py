@@ -439,7 +439,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
 def test_doctor_names_the_rank_that_an_own_loop_waits_for(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     program = TORCHRUN[:-2] if launcher == "torchrun" else (sys.executable,)
