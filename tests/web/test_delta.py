@@ -4,6 +4,9 @@ import json
 import random
 from typing import Any
 
+import pytest
+
+from paceline.web.app import choose_pause_s
 from paceline.web.delta import SentState
 
 
@@ -96,3 +99,18 @@ def test_traffic_is_proportional_to_new_rows():
     update = message["tables"]["a"]
     assert (update["drop"], update["keep"]) == (100, 905)
     assert len(update["columns"]["x"]) == 105
+
+
+@pytest.mark.parametrize(
+    ("spent_s", "is_busy", "pause_s"),
+    [
+        (0.0, False, 0.25),  # nothing was sent
+        (0.004, False, 0.4),  # 1 % of a core
+        (0.014, False, 0.7),  # shown within a second
+        (0.014, True, 1.4),  # 1 % of a core, which a training would use
+        (0.1, True, 2.0),
+        (1.0, True, 4.0),  # a quarter of a core
+    ],
+)
+def test_pause_between_messages(spent_s, is_busy, pause_s):
+    assert choose_pause_s(spent_s, is_busy) == pytest.approx(pause_s)

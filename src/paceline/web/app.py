@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -34,10 +35,11 @@ TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".s
 MAX_STREAMS = 32
 MAX_COMPARED = 6  # runs beside the one that is shown
 POLL_S = 0.25
-# Between two messages: as long as building one took, divided by SHARE of a core, but an event is shown within
-# a second unless that would take more than MAX_SHARE of a core.
+# Messages take at most SHARE of a core if that delays none by more than PAUSE_S, or by more than BUSY_PAUSE_S
+# while trainings use the whole machine, and at most MAX_SHARE otherwise.
 SHARE, MAX_SHARE = 0.01, 0.25
-SHOWN_WITHIN_S = 0.7
+PAUSE_S, BUSY_PAUSE_S = 0.7, 2.0
+BUSY_PERCENT = 90.0  # of the processors
 KEEP_ALIVE_S = 15.0
 T = TypeVar("T")
 ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
@@ -112,6 +114,11 @@ def _select(request: Request) -> Selection:
     return Selection(**{name: query[name] for name in ("axis", "filter", "node", "map") if name in query})
 
 
+def choose_pause_s(spent_s: float, is_busy: bool) -> float:
+    """Return the pause after a message that took so much processor time. is_busy: whether none is free"""
+    return max(POLL_S, min(spent_s / SHARE, BUSY_PAUSE_S if is_busy else PAUSE_S), spent_s / MAX_SHARE)
+
+
 class PageServer:
     """Answers the requests of pages. Files are read in threads, so that a slow disk stops nobody else."""
 
@@ -161,7 +168,7 @@ class PageServer:
                 if time.monotonic() - silent_since > KEEP_ALIVE_S:
                     yield ": nothing new\n\n"
                     silent_since = time.monotonic()
-                await asyncio.sleep(max(POLL_S, min(spent_s / SHARE, SHOWN_WITHIN_S), spent_s / MAX_SHARE))
+                await asyncio.sleep(choose_pause_s(spent_s, is_busy=psutil.cpu_percent() > BUSY_PERCENT))
         finally:
             self._streams -= 1
 
