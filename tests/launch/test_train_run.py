@@ -195,7 +195,7 @@ def test_errors_of_a_rank_have_their_class(tmp_path: Path) -> None:
     """
     result = finish(run_script(tmp_path, body), tmp_path)
     kind, message = json.loads(result.out)
-    assert kind == "TaskError"
+    assert kind == "TaskError", message
     assert "ValueError: no such number (script.py, line" in message
     assert "\n" not in message
     assert result.err == ""

@@ -178,8 +178,11 @@ def _run_command(words: list[str], at: str, env: dict[str, str], out: str, err: 
 def _run(main: Callable[[], None], words: list[str], at: str, env: Mapping[str, str]) -> NoReturn:
     """Run `main` to its end as the main function of this process."""
     os.setsid()
+    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # torch set it when it was imported
     os.environ.clear()
     os.environ.update(env)
+    if inductor is not None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", inductor)
     tempfile.tempdir = None  # a new process would read TMPDIR
     sys.argv = words
     sys.path[0] = at
