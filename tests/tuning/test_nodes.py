@@ -4,6 +4,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -83,6 +85,12 @@ def test_trials_fill_the_fullest_node_that_has_room(tmp_path):
         for trial in executor.running.values():
             trial.process.kill()
             trial.process.wait()
+
+
+def find_hosts(runs: Sequence[Path]) -> set[str]:
+    """Return the nodes of the ranks whose heartbeats can be read."""
+    beats = [beat for run in runs for beat in read_heartbeats(RunFolder(run))]
+    return {beat.host for beat in beats if beat is not None}
 
 
 @pytest.mark.slow
@@ -193,16 +201,16 @@ def test_job_uses_both_nodes_and_continues_after_its_time_limit(tmp_path):
         assert match, done.stdout + done.stderr
         running = [study / "trials" / str(number) for number in range(2)]
         wait_until(lambda: all(events_of_kind(run, Started) for run in running), "started", study)
-        beats = [beat for run in running for beat in read_heartbeats(RunFolder(run)) if beat is not None]
-        hosts = {beat.host for beat in beats}
-        assert hosts == {"n1", "n2"}
+        wait_until(lambda: find_hosts(running) == {"n1", "n2"}, "on both nodes", study)
         slurm.run("scancel", "-s", "USR1", "--batch", match[1])
         wait_until(lambda: "queued again" in _read_log(study), "queued again", study)
         before = read_state(study / "events.jsonl")
         assert [trial.state for trial in before.trials.values()] == ["running", "running"]
         set_sample_delay(slow, 0.0)
+        slurm.wait_for_state(match[1], "PENDING")
+        time.sleep(2)  # Slurm refuses to start a job again in the second in which it was killed
         slurm.run("scontrol", "update", f"JobId={match[1]}", "StartTime=now")
-        wait_until(lambda: not slurm.run("squeue", "-h"), "at its end", study, 240)
+        slurm.wait_for_state(match[1], "COMPLETED")
     check_complete(study, 4)
     launched = [
         event.trial for event in read_state(study / "events.jsonl").events if isinstance(event, Launched)
