@@ -2,7 +2,6 @@
 
 import contextlib
 import platform
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,15 @@ import pytest
 
 import network
 import slurm
-from agents import TRAIN_OPTIONS, check_losses, create_run, is_open, start_agents
+from agents import (
+    TORCHRUN_ENVIRONMENT,
+    TRAIN_OPTIONS,
+    check_losses,
+    create_run,
+    elastic_torchrun,
+    is_open,
+    start_agents,
+)
 from command import (
     PACELINE,
     clean_environment,
@@ -117,27 +124,8 @@ def test_torchrun_continues_on_fewer_nodes(reference: Path, tmp_path: Path) -> N
     write_task(tmp_path)
     create_run(tmp_path)
     slow, run = set_sample_delay(tmp_path / "slow", 0.01), tmp_path / "r"
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
-    words = [
-        "--nnodes=1:2",
-        "--nproc-per-node=1",
-        "--max-restarts=3",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=localhost:{port}",
-    ]
-    program = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *words,
-        "--rdzv-id=7",
-        f"--rdzv-conf={conf}",
-        "-m",
-        "paceline",
-    ]
-    env = {"SLOW": str(slow), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    program, port = elastic_torchrun()
+    env = {"SLOW": str(slow), **TORCHRUN_ENVIRONMENT}
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(start("resume", "r", at=tmp_path, program=program, **env))
         first.wait_until(lambda: is_open(port), "open")  # this agent hosts the store

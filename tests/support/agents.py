@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,6 +39,25 @@ TRAIN_OPTIONS = (
     "--save-every",
     "4",
 )
+
+
+TORCHRUN_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def elastic_torchrun() -> tuple[list[str], int]:
+    """Return a command for each of one or two nodes of torchrun, and the port at which they meet."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    words = [
+        "--nnodes=1:2",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{port}",
+        "--rdzv-id=7",
+        "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
+    ]
+    return [sys.executable, "-m", "torch.distributed.run", *words, "-m", "paceline"], port
 
 
 def is_open(port: int) -> bool:

@@ -81,19 +81,24 @@ def _fit(
     return SerialShare(share, shares[int(LOW * DRAWS)], shares[int(HIGH * DRAWS)])
 
 
+def _fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> tuple[float, float, float]:
+    """Return the weighted mean of y, and intercept and slope of the weighted line of least squares."""
+    total = sum(weights)
+    mean_x = sum(w * at for w, at in zip(weights, x, strict=True)) / total
+    mean_y = sum(w * value for w, value in zip(weights, y, strict=True)) / total
+    spread = sum(w * (at - mean_x) ** 2 for w, at in zip(weights, x, strict=True))
+    both = sum(w * (at - mean_x) * (value - mean_y) for w, at, value in zip(weights, x, y, strict=True))
+    slope = both / spread
+    return mean_y, mean_y - slope * mean_x, slope
+
+
 def _solve_amdahl(
     times: Sequence[float], steps: Sequence[float], errors: Sequence[float]
 ) -> tuple[float, float]:
     """Fit t = a + b / n by least squares of the relative errors, with a and b at least 0."""
     weights = [(error * step_s) ** -2 for step_s, error in zip(steps, errors, strict=True)]
     shares = [1 / count for count in times]
-    total = sum(weights)
-    mean_x = sum(w * x for w, x in zip(weights, shares, strict=True)) / total
-    mean_t = sum(w * t for w, t in zip(weights, steps, strict=True)) / total
-    spread = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, shares, strict=True))
-    both = sum(w * (x - mean_x) * (t - mean_t) for w, x, t in zip(weights, shares, steps, strict=True))
-    b = both / spread
-    a = mean_t - b * mean_x
+    mean_t, a, b = _fit_line(shares, steps, weights)
     if b <= 0:
         return 1.0, mean_t
     if a <= 0:
@@ -110,13 +115,7 @@ def _solve_gustafson(
     weights = [(error * rate) ** -2 for rate, error in zip(rates, errors, strict=True)]
     # r = base + slope × (n - 1), with 0 ≤ slope ≤ base
     extra = [count - 1 for count in times]
-    total = sum(weights)
-    mean_x = sum(w * x for w, x in zip(weights, extra, strict=True)) / total
-    mean_r = sum(w * r for w, r in zip(weights, rates, strict=True)) / total
-    spread = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, extra, strict=True))
-    both = sum(w * (x - mean_x) * (r - mean_r) for w, x, r in zip(weights, extra, rates, strict=True))
-    slope = both / spread
-    base = mean_r - slope * mean_x
+    mean_r, base, slope = _fit_line(extra, rates, weights)
     if slope <= 0 or base <= 0:
         return 1.0, 1 / mean_r
     if slope >= base:
