@@ -176,12 +176,12 @@ def _sample_alone(path: Path, every_s: float, format: str) -> bool:
 
 def _close(writer: "Writer") -> bool:
     """Report lost samples. Return whether there are none."""
-    from paceline.monitor.sample_writer import CONTINUES, describe_lost_rows
+    from paceline.monitor.sample_writer import describe_lost_rows
     from paceline.units import several
 
     writer.close()
     if writer.lost:
-        why = describe_lost_rows(writer.path).removeprefix(CONTINUES)
+        why = describe_lost_rows(writer.path)
         print(f"paceline: {several(writer.lost, 'sample')} lost: {why}", file=sys.stderr)
     return not writer.lost
 

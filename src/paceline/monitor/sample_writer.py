@@ -171,5 +171,5 @@ def describe_lost_rows(path: Path) -> str:
     with contextlib.suppress(OSError):
         stats = os.statvfs(path.parent)
         if stats.f_bavail == 0:
-            return f"{CONTINUES}cannot write {path}: no space left on the device"
-    return f"{CONTINUES}cannot write {path}: the file system refuses it"
+            return f"cannot write {path}: no space left on the device"
+    return f"cannot write {path}: the file system refuses it"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.errors import Error
 from paceline.monitor.processes import RankSensor, find_run_ranks
-from paceline.monitor.sample_writer import describe_lost_rows, open_sample_file
+from paceline.monitor.sample_writer import CONTINUES, describe_lost_rows, open_sample_file
 from paceline.monitor.sampler import Sampler, sample
 
 PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
@@ -49,7 +49,7 @@ def main(words: list[str]) -> int:
     def is_over(wait_s: float) -> bool:
         nonlocal lost, notes
         if writer.lost and not lost and notes < MAX_NOTES:
-            print(describe_lost_rows(writer.path), file=sys.stderr, flush=True)
+            print(f"{CONTINUES}{describe_lost_rows(writer.path)}", file=sys.stderr, flush=True)
             notes += 1
         lost = writer.lost
         end = time.monotonic() + wait_s
