@@ -1,11 +1,14 @@
 """The fit of E = Emin · (1 + B / Bcrit): recovered curves, error bars, and the script that scores it."""
 
 import csv
+import importlib.util
+import io
 import json
 import math
-import subprocess
-import sys
+import random
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,20 +95,42 @@ def test_bad_measurements_are_refused(batch: float, cost_: float, error: float) 
         fit_curve([])
 
 
-def run(folder: Path, rows: list[dict[str, object]]) -> tuple[subprocess.CompletedProcess[str], list[dict]]:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    with open(folder / "points.csv", "w", newline="") as lines:
-        writer = csv.DictWriter(lines, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-    command = [sys.executable, str(SCRIPT), "points.csv", "--json", "out.json"]
-    done = subprocess.run(command, cwd=folder, text=True, capture_output=True, check=False)
-    out = folder / "out.json"
-    return done, json.loads(out.read_text()) if out.exists() else []
+Row = dict[str, object]
+# Runs the script with the text of a file: exit status, standard error, and rows of its result.
+Script = Callable[[str], tuple[int, str, list[dict[str, Any]]]]
 
 
-def test_script_fits_the_smaller_half_and_predicts_the_larger(tmp_path: Path) -> None:
-    rows: list[dict[str, object]] = [
+@pytest.fixture
+def script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Script:
+    description = importlib.util.spec_from_file_location("convergence_script", SCRIPT)
+    module = importlib.util.module_from_spec(description)
+    description.loader.exec_module(module)
+
+    def run(content: str | bytes) -> tuple[int, str, list[dict[str, Any]]]:
+        points, out = tmp_path / "points.csv", tmp_path / "out.json"
+        points.write_bytes(content.encode() if isinstance(content, str) else content)
+        out.unlink(missing_ok=True)
+        try:
+            module.main([str(points), "--json", str(out)])
+            status = 0
+        except SystemExit as end:
+            status = end.code
+        return status, capsys.readouterr().err, json.loads(out.read_text()) if out.exists() else []
+
+    return run
+
+
+def write_csv(rows: list[Row], columns: Iterable[str] = (), delimiter: str = ",") -> str:
+    columns = list(columns) or list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def test_script_fits_the_smaller_half_and_predicts_the_larger(script: Script) -> None:
+    rows: list[Row] = [
         {
             "benchmark": "a",
             "key": f"a_{b}",
@@ -122,9 +147,9 @@ def test_script_fits_the_smaller_half_and_predicts_the_larger(tmp_path: Path) ->
         for b in (8, 64)
     ]
     rows += [{"benchmark": "a", "key": "bad", "batch": "many", "mean": "n/a"}]
-    done, found = run(tmp_path, rows)
-    assert done.returncode == 0, done.stderr
-    assert "line 9" in done.stderr
+    status, printed, found = script(write_csv(rows))
+    assert status == 0
+    assert "line 9" in printed
     assert {row["key"]: "error" in row for row in found} == {
         "a_16": False, "a_64": False, "a_256": True, "a_1024": True, "s_8": False, "s_64": True
     }  # fmt: skip
@@ -138,20 +163,117 @@ def test_script_fits_the_smaller_half_and_predicts_the_larger(tmp_path: Path) ->
     assert by_key["s_64"]["low"] < by_key["s_64"]["measured"] < by_key["s_64"]["high"]
 
 
-def test_script_does_not_see_the_larger_half(tmp_path: Path) -> None:
+def test_script_does_not_see_the_larger_half(script: Script) -> None:
     """Other measurements of the larger half change no prediction: those of the smaller half do."""
     batches = (8, 16, 32, 64)
     predicted = []
     for changed in (None, 64, 8):
-        rows: list[dict[str, object]] = [
+        rows: list[Row] = [
             {"key": f"k_{b}", "batch": b, "mean": cost(b) * (3 if b == changed else 1)} for b in batches
         ]
-        predicted.append([row["predicted"] for row in run(tmp_path, rows)[1]])
+        predicted.append([row["predicted"] for row in script(write_csv(rows))[2]])
     assert predicted[0] == predicted[1] != predicted[2]
 
 
-def test_script_without_usable_rows(tmp_path: Path) -> None:
-    done, _ = run(tmp_path, [{"key": "a", "size": 3}])
-    assert done.returncode == 1
-    assert "no row has a batch" in done.stderr
-    assert "Traceback" not in done.stderr
+BATCHES = {"one": (64,), "two": (64, 256), "three": (64, 256, 512), "five": (2, 4, 8, 16, 32)}
+COMMON: Row = {"version": "1.0", "unit": "epochs"}
+FULL: list[Row] = [
+    {"benchmark": name, **COMMON, "key": f"{name}_ref_{b}", "batch": b, "mean": cost(b)}
+    for name, batches in BATCHES.items()
+    for b in batches
+]
+
+
+def by_key(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the numbers of each row, to compare them except for rounding."""
+    return {
+        f"{row['key']} {name}": pytest.approx(row[name])
+        for row in found
+        for name in ("batch", "measured", "predicted", "error")
+        if name in row
+    }
+
+
+def numbers(found: list[dict[str, Any]]) -> dict[str, float]:
+    return {name: value.expected for name, value in by_key(found).items()}
+
+
+def test_trainings_with_few_rows(script: Script) -> None:
+    status, _, found = script(write_csv(FULL))
+    assert status == 0
+    assert [row["key"] for row in found if "error" in row] == [
+        "two_ref_256", "three_ref_512", "five_ref_16", "five_ref_32"
+    ]  # fmt: skip
+    assert len(found) == len(FULL)
+
+
+def test_form_of_the_file_does_not_matter(script: Script) -> None:
+    expected = by_key(script(write_csv(FULL))[2])
+    columns, rows = [*FULL[0]], [dict(row) for row in FULL]
+    random.Random(1).shuffle(rows)
+    for text in (
+        write_csv(rows, reversed(columns)),
+        write_csv(rows, columns, ";"),
+        write_csv(rows, columns, "\t"),
+        "\ufeff\n" + write_csv(rows).replace("benchmark,", " Benchmark ,") + "\n\n",
+        write_csv([row | {"source": "a,\n\u2028b"} for row in rows]),
+    ):
+        assert numbers(script(text)[2]) == expected
+
+
+def test_missing_cells(script: Script) -> None:
+    """Cells that other rows of the training know, and rows without a measurement."""
+    expected = by_key(script(write_csv(FULL))[2])
+    rows = [dict(row) for row in FULL]
+    for at, column in ((1, "benchmark"), (4, "version"), (5, "unit"), (6, "benchmark")):
+        rows[at][column] = ""
+    rows += [dict(FULL[3]) | {"mean": ""}, dict(FULL[3]) | {"batch": "-"}]
+    status, printed, found = script(write_csv(rows))
+    assert status == 0
+    assert numbers(found) == expected
+    assert printed.count("left out: points.csv line") == 2
+    assert "line 13: batch '64', mean ''" in printed
+
+
+@pytest.mark.parametrize("unit", ["steps to converge", "global_steps", "Iterations", "optimizer updates"])
+def test_steps_are_counted_in_samples(script: Script, unit: str) -> None:
+    expected = [row["predicted"] for row in script(write_csv(FULL))[2]]
+    rows = [row | {"unit": unit, "mean": row["mean"] / row["batch"]} for row in FULL]
+    found = script(write_csv(rows))[2]
+    assert [row["predicted"] * row["batch"] for row in found] == pytest.approx(expected)
+
+
+def test_unknown_unit_is_reported(script: Script) -> None:
+    status, printed, found = script(write_csv([row | {"unit": "minutes"} for row in FULL]))
+    assert status == 0
+    assert len(found) == len(FULL)
+    assert printed == (
+        "points.csv: unit 'minutes' is neither samples nor steps; its rows are fitted as samples are\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "no row has a batch and a mean that are positive numbers"),
+        ("batch,mean\n-1,2\n0,3\n", "no row has a batch and a mean that are positive numbers"),
+        ("key,size\na,3\n", "has the columns key, size; the columns batch and mean are required"),
+        (b"batch,mean\n\xe91,2\n", "cannot be read: 'utf-8' codec can't decode"),
+        ("batch,mean\n1," + "2" * 200_000, "is not CSV: line 2: field larger than"),
+    ],
+    ids=["empty", "negative", "columns", "encoding", "field"],
+)
+def test_bad_files_are_refused(script: Script, content: str | bytes, sentence: str) -> None:
+    status, printed, found = script(content)
+    assert status == 2
+    assert sentence in printed
+    assert printed.count("\n") == 1 + printed.count("left out: ")
+    assert not found
+
+
+def test_numbers_beyond_the_range_are_left_out(script: Script) -> None:
+    text = "batch,mean,unit\n1e300,1e300,steps\n1,2,steps\n2,3,steps\n1e400,1,steps\n"
+    status, printed, found = script(text)
+    assert status == 0
+    assert [row["batch"] for row in found] == [1, 2]
+    assert printed.count("left out") == 2
