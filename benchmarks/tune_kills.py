@@ -42,15 +42,17 @@ def main() -> None:
 def compare(folder: Path, ranks: int, trials: int, kills: int, seed: int) -> bool:
     """Run a study undisturbed and one with kills, print the result and return whether it is right."""
     new = ("digits", *STUDY, *LENGTH, "--trials", str(trials), "--ranks", str(ranks), "--run-dir")
-    began = time.monotonic()
+    began = time.time()
     start(folder, *new, "calm").wait()
-    seconds = time.monotonic() - began
+    calm = read_state(folder / "calm" / "events.jsonl")
+    first = next(event.time for event in calm.events if isinstance(event, Launched))
+    start_s, train_s = first - began, time.time() - first
     draw = random.Random(seed)
     command, done = (*new, "killed"), 0
     while done < kills:
         process = start(folder, *command)
         try:
-            process.wait(draw.uniform(0.3, 1.2 * seconds * 2 / kills + 3))
+            process.wait(draw.uniform(0.3, 2 * start_s + 2 * train_s / kills))
         except subprocess.TimeoutExpired:
             kill_all(process)
             done += 1
@@ -59,8 +61,8 @@ def compare(folder: Path, ranks: int, trials: int, kills: int, seed: int) -> boo
                 break
         if (folder / "killed" / "study.toml").exists():
             command = ("killed", "--resume")
-    status = start(folder, "killed", "--resume").wait()
-    calm, killed = (read_state(folder / name / "events.jsonl") for name in ("calm", "killed"))
+    status = start(folder, *command).wait()
+    killed = read_state(folder / "killed" / "events.jsonl")
     starts = [event.trial for event in killed.events if isinstance(event, Launched)]
     ends = [event.trial for event in killed.events if isinstance(event, Finished)]
     after_end = any(

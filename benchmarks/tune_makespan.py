@@ -7,6 +7,9 @@ the whole command. The mean of the accuracies shows that all train the same tria
 contenders take turns. Requires optuna and ray: pip install "paceline[tune,ray]"
 
 python benchmarks/tune_makespan.py [--runs 5] [--contenders paceline optuna ray] [--epochs 3]
+    [--json turns.json --turns 1]
+
+With --json, each turn is appended to a file, and a later call continues with the next.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +32,70 @@ Widths = tuple[int, ...]
 ENVIRON = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A run of a contender: its wall time, and the mean accuracy of its trials."""
+
+    run: int
+    contender: str
+    seconds: float
+    trials: int
+    accuracy: float
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--widths", type=int, default=8, help="number of widths, with 5 trials each")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--json", type=Path, help="file with the turns so far, which are not repeated")
+    parser.add_argument("--turns", type=int, help="turns of this call [default: all that are left]")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)  # this process is a part of a contender
     options = parser.parse_args()
     if options.part:
         PARTS[options.part[0]](*options.part[1:])
         return
-    seconds: dict[str, list[float]] = {name: [] for name in options.contenders}
-    for _ in range(options.runs):
-        for name in options.contenders:
-            with tempfile.TemporaryDirectory() as folder:
-                began = time.monotonic()
-                accuracies = CONTENDERS[name](Path(folder), options.epochs, WIDTHS[: options.widths])
-                seconds[name].append(time.monotonic() - began)
-            print(
-                f"{name}: {seconds[name][-1]:.1f} s, {len(accuracies)} trials, "
-                f"mean accuracy {statistics.mean(accuracies):.3f}",
-                flush=True,
-            )
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    print(", ".join(f"{name} {median:.1f} s" for name, median in medians.items()))
+    turns: list[Turn] = []
+    if options.json is not None and options.json.exists():
+        turns = [Turn(**row) for row in json.loads(options.json.read_text())]
+    done = {(turn.run, turn.contender) for turn in turns}
+    order = [(run, name) for run in range(options.runs) for name in options.contenders]
+    for run, name in [key for key in order if key not in done][: options.turns]:
+        turns.append(take_turn(run, name, options.epochs, WIDTHS[: options.widths]))
+        print(turns[-1], flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps([asdict(turn) for turn in turns], indent=1) + "\n")
+    report([turn for turn in turns if (turn.run, turn.contender) in order])
+
+
+def take_turn(run: int, name: str, epochs: int, widths: Widths) -> Turn:
+    """Let a contender train all trials."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        accuracies = CONTENDERS[name](Path(folder), epochs, widths)
+        seconds = time.monotonic() - began
+    return Turn(run, name, round(seconds, 2), len(accuracies), round(statistics.mean(accuracies), 4))
+
+
+def report(turns: list[Turn]) -> None:
+    """Print the median of each contender, and our share of the time of the better of the others."""
+    seconds: dict[str, dict[int, float]] = {}
+    for turn in turns:
+        seconds.setdefault(turn.contender, {})[turn.run] = turn.seconds
+    medians = {name: statistics.median(runs.values()) for name, runs in seconds.items()}
+    print(", ".join(f"{name} {median:.1f} s ({len(seconds[name])})" for name, median in medians.items()))
     others = [name for name in medians if name != "paceline"]
-    if others and "paceline" in medians:
-        best = min(others, key=lambda name: medians[name])
-        ratios = [ours / theirs for ours, theirs in zip(seconds["paceline"], seconds[best], strict=True)]
+    if not others or "paceline" not in medians:
+        return
+    best = min(others, key=lambda name: medians[name])
+    ours, theirs = seconds["paceline"], seconds[best]
+    if ratios := [ours[run] / theirs[run] for run in sorted(ours.keys() & theirs.keys())]:
         print(
-            f"makespan beside {best}: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+            f"makespan beside {best}: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) "
+            f"in {len(ratios)} paired runs"
         )
 
 
@@ -79,8 +116,13 @@ def run_part(folder: Path, *words: object) -> list[float]:
     """Run a part of this file as a process that writes accuracies, and return them."""
     output = folder / "accuracies.json"
     command = [sys.executable, __file__, "--part", *map(str, words), str(output)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run(command, cwd=folder, check=True, env=os.environ | ENVIRON, **quiet)  # type: ignore[call-overload]
+    log = folder / "log.txt"
+    with log.open("wb") as file:
+        done = subprocess.run(
+            command, cwd=folder, env=os.environ | ENVIRON, stdout=file, stderr=subprocess.STDOUT
+        )
+    if done.returncode:
+        sys.exit(f"{words[0]}: exit status {done.returncode}\n{log.read_text(errors='replace')[-4000:]}")
     accuracies: list[float] = json.loads(output.read_text())
     return accuracies
 
@@ -131,7 +173,10 @@ def optimize_with_ray(epochs: str, widths: str, output: str) -> None:
 
     space = {"lr": tune.grid_search(list(LRS)), "width": tune.grid_search(json.loads(widths))}
     run = tune.RunConfig(storage_path=str(Path(output).parent.resolve()), verbose=0)
-    results = tune.Tuner(trainable, param_space=space, run_config=run).fit()
+    # Without reuse_actors, each trial starts a process that imports torch.
+    tuning = tune.TuneConfig(max_concurrent_trials=AT_ONCE, reuse_actors=True)
+    trials = tune.with_resources(trainable, {"cpu": 1})
+    results = tune.Tuner(trials, param_space=space, run_config=run, tune_config=tuning).fit()
     Path(output).write_text(json.dumps([result.metrics["accuracy"] for result in results]))
 
 

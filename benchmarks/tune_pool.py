@@ -8,6 +8,7 @@ python benchmarks/tune_pool.py [--trials 40] [--ranks 4] [--loop 6] [--epochs 2]
 """
 
 import argparse
+import heapq
 import subprocess
 import sys
 import tempfile
@@ -63,7 +64,7 @@ def tune(folder: Path, *words: str) -> float:
 
 
 def report_busy(study: Path, ranks: int) -> None:
-    """Print the share of time in which the ranks of a study had a trial."""
+    """Print the share of time in which the ranks of a study had a trial, and where the idle time is."""
     events = read_state(study / "events.jsonl").events
     launched = [event.time for event in events if isinstance(event, Launched)]
     reached = [event for event in events if isinstance(event, Reached)]
@@ -73,6 +74,25 @@ def report_busy(study: Path, ranks: int) -> None:
         f"{len(reached)} trials on {ranks} ranks: {whole_s:.1f} s, "
         f"{busy_s / len(reached):.2f} s a trial, ranks busy {busy_s / (ranks * whole_s):.1%}"
     )
+    seconds = {event.trial: event.seconds for event in reached}
+    begins = {event.trial: event.time for event in events if isinstance(event, Launched)}
+    ends = sorted(begins[trial] + seconds[trial] for trial in seconds)
+    tail_s = sum(ends[-1] - end for end in ends[-ranks:])
+    lengths = [seconds[trial] for trial in sorted(seconds, key=lambda trial: begins[trial])]
+    gaps = (ranks * whole_s - busy_s - tail_s) / len(reached)
+    print(
+        f"idle: {1000 * gaps:.0f} ms between two trials of a rank, {tail_s:.2f} rank-seconds at the end; "
+        f"the same trials without gaps would keep the ranks busy {pack(lengths, ranks):.1%}, and "
+        f"{pack(sorted(lengths, reverse=True), ranks):.1%} if the longest started first"
+    )
+
+
+def pack(lengths: list[float], ranks: int) -> float:
+    """Return how busy ranks are if each takes the next of these trials as soon as it is free."""
+    free = [0.0] * ranks
+    for length in lengths:
+        heapq.heapreplace(free, free[0] + length)
+    return sum(lengths) / (ranks * max(free))
 
 
 def train_in_a_loop(folder: Path, trials: int, epochs: float) -> float:

@@ -1,5 +1,6 @@
 """The ranks of a study on several nodes: agents, a lost node, and the nodes of Slurm and Ray."""
 
+import os
 import re
 import signal
 import subprocess
@@ -59,6 +60,9 @@ class SimulatedNode:
     def start(self, run, log, ranks, slots):
         return subprocess.Popen(["sleep", "1000"])
 
+    def watch(self, child):
+        return os.pidfd_open(child.pid)
+
 
 def test_trials_fill_the_fullest_node_that_has_room(tmp_path):
     """Two ranks on one node never count as room for a trial of two ranks if they are on different nodes."""
@@ -72,7 +76,7 @@ def test_trials_fill_the_fullest_node_that_has_room(tmp_path):
         assert executor.has_room(1)
         assert not executor.has_room(2)
         executor.running[0].process.kill()
-        executor.running[0].process.wait()
+        executor.wait(600)  # until it has ended
         assert [(trial.number, status) for trial, status in executor.collect()] == [(0, -signal.SIGKILL)]
         assert executor.has_room(2)
         small.is_lost = True

@@ -17,7 +17,7 @@ from mounts import mount_tmpfs
 from paceline.doctor.rank_state import read_heartbeats
 from paceline.events import Evaluated, Failed, Step
 from paceline.run import RunFolder
-from paceline.tuning.journal import Launched, Suggested, read_state
+from paceline.tuning.journal import Launched, Reached, Suggested, read_state
 
 pytestmark = pytest.mark.processes
 
@@ -64,6 +64,13 @@ def test_each_trial_is_a_run_with_its_values(study):
         assert run.checkpoints()[-1] == 4
         assert trial.metrics["time"] == trial.seconds > 0
         assert json.loads(run.provenance.read_text())["command"][1] == "tune"
+
+
+def test_next_trial_is_prepared_while_all_ranks_are_busy(study):
+    ended = min(
+        event.time for event in read_state(study / "events.jsonl").events if isinstance(event, Reached)
+    )
+    assert RunFolder(study / "trials" / "2").provenance.stat().st_mtime < ended
 
 
 @pytest.mark.slow
@@ -213,6 +220,7 @@ def test_identical_failures_stop_the_study(tmp_path):
     assert result.status == 2
     assert "3 trials in a row failed with the same error, so the study stops: " in result.err
     assert len(read_state(tmp_path / "s" / "events.jsonl").trials) == 3
+    assert sorted(path.name for path in (tmp_path / "s" / "trials").iterdir()) == ["0", "1", "2"]
 
 
 @pytest.mark.slow

@@ -3,17 +3,16 @@
 import contextlib
 import math
 import re
-import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from paceline import events
-from paceline.errors import PlanError, RunError, SpecError
+from paceline.errors import RunError, SpecError
 from paceline.events import Evaluated, Saved
 from paceline.launch.signals import STOPPED, Interrupt
-from paceline.run import RunFolder, collect_provenance, create
-from paceline.spec import Launch, Spec, suggest
+from paceline.run import RunFolder
+from paceline.spec import suggest
 from paceline.tuning.definition import StudyDefinition
 from paceline.tuning.executors.pool import POLL_S, Executor, RunningTrial
 from paceline.tuning.folder import StudyFolder
@@ -28,6 +27,7 @@ from paceline.tuning.journal import (
     Trial,
     read_state,
 )
+from paceline.tuning.optuna_needs import NEEDS
 from paceline.tuning.outcome import (
     MEASURED,
     describe_failure,
@@ -35,16 +35,17 @@ from paceline.tuning.outcome import (
     measure_seconds,
     read_metrics,
 )
-from paceline.tuning.prediction.placement import Placement, RefusedTrial
 from paceline.tuning.prediction.quantities import PREFIX, describe_nearest
+from paceline.tuning.preparation import NOT_STARTED, Preparation
 from paceline.tuning.samplers.table import SAMPLERS
 from paceline.tuning.schedulers.median_rule import EvaluationCurve, is_hopeless
 from paceline.tuning.schedulers.population import copy_checkpoint, list_exploits
-from paceline.tuning.schedulers.rungs import choose_trial, find_rung, has_all_trials, is_at_end, list_shares
+from paceline.tuning.schedulers.rungs import choose_trial, count_all_trials, has_all_trials, is_at_end
 from paceline.units import parse_duration_s, several
 
 IDENTICAL_FAILURES = 3  # in a row end a study
 REFUSED_IN_A_ROW = 50
+AHEAD = 4  # trials that are prepared while all ranks are busy
 CHECK_S = 0.5  # between looks at the first evaluation
 LOCK_S = 0.5  # for another controller to end
 Report = Callable[[StudyState, Trial], None]  # called when a trial is over
@@ -59,9 +60,7 @@ class Controller:
     def __init__(self, folder: StudyFolder, definition: StudyDefinition, report: Report):
         self._folder, self._definition, self._report = folder, definition, report
         self._is_metric_known = False
-        self._provenance = collect_provenance()  # once: it asks git, which takes long in a large repository
         self._checked = 0.0
-        self._refused: list[Mapping[str, float]] = []  # predictions of trials that violated a condition
         self._curves: dict[int, EvaluationCurve] = {}
         self._begin: dict[int, int] = {}  # position of the first event of the training of a trial
 
@@ -87,21 +86,51 @@ class Controller:
         with Interrupt() as interrupt, executor:
             self._definition = self._definition.choose_threads(executor.cores_per_rank)
             self._definition.write(self._folder.definition)  # --resume may have changed it, too
-            while not interrupt.is_requested and time.monotonic() < deadline:
-                for running, status in executor.collect():
-                    self._conclude(running, status)
-                self._exploit()
-                self._stop_hopeless(executor)
-                while (number := self._choose_next(executor)) is not None:
-                    if not self._start(executor, number):
-                        break
-                if not executor.running:
-                    self._end_paused()
-                    self._check_refusals(max(1, len(self.state.trials)))
-                    return True
-                self._check_first_evaluation(executor)
-                time.sleep(POLL_S)
+            with Preparation(self._folder, self._definition, self.state) as self._preparation:
+                while not interrupt.is_requested and time.monotonic() < deadline:
+                    if self._advance(executor):
+                        return True
+                    executor.wait(POLL_S)
         return False
+
+    def _advance(self, executor: Executor) -> bool:
+        """Conclude the trials that have ended and start the next. Return whether all are over."""
+        ended = list(executor.collect())
+        if self._is_metric_known and not any(status for _, status in ended):
+            # An idle rank costs more than a late line in the journal, and nothing failed.
+            self._start_prepared(executor, {running.number for running, _ in ended})
+        for running, status in ended:
+            self._conclude(running, status)
+        self._exploit()
+        self._stop_hopeless(executor)
+        while (number := self._choose_next(executor, executor.running)) is not None:
+            if not self._start(executor, number):
+                break
+        if not executor.running:
+            self._end_paused()
+            self._check_refusals(max(1, len(self.state.trials)))
+            return True
+        self._check_first_evaluation(executor)
+        self._prepare_ahead()
+        return False
+
+    def _start_prepared(self, executor: Executor, ended: Collection[int]) -> None:
+        """Start trials that were prepared while all ranks were busy."""
+        while (number := self._choose_next(executor, executor.running.keys() | ended)) is not None:
+            if not self._preparation.is_ready(number) or not self._start(executor, number):
+                return
+
+    def _prepare_ahead(self) -> None:
+        """Prepare one of the next trials, if their values do not depend on results."""
+        search, begin = self._definition.search, len(self.state.trials)
+        if search.sampler in NEEDS or search.scheduler not in ("none", "median"):
+            return
+        for number in range(begin, min(begin + AHEAD, count_all_trials(search, self.state))):
+            if not self._preparation.is_ready(number):
+                values = SAMPLERS[search.sampler](self._definition, self.state, number)
+                with contextlib.suppress(*NOT_STARTED):  # it is raised again when the trial starts
+                    self._preparation.prepare(Trial(number, values))
+                return
 
     def _exploit(self) -> None:
         """Let the worst trials of a complete generation take over checkpoints and values of the best."""
@@ -155,13 +184,13 @@ class Controller:
         self._journal.write(event)
         self.state.apply(event)
 
-    def _choose_next(self, executor: Executor) -> int | None:
+    def _choose_next(self, executor: Executor, running: Collection[int]) -> int | None:
         """Return the trial to start now, or None."""
         search = self._definition.search
         least = 1 if search.ranks_per_trial == "auto" else search.ranks_per_trial
         if not executor.has_room(least):
             return None
-        return choose_trial(search, self._definition.objectives, self.state, executor.running)
+        return choose_trial(search, self._definition.objectives, self.state, running)
 
     def _start(self, executor: Executor, number: int) -> bool:
         """Start or refuse a trial. Return False if it has to wait for ranks."""
@@ -171,16 +200,17 @@ class Controller:
             self._write(Suggested(trial=number, values=values))
         trial = self.state.trials[number]
         try:
-            placement = self._place(trial)
-            if not executor.has_room(placement.ranks):
-                return False
-            spec, launch = self._build_request(trial, placement)
-        except (RefusedTrial, SpecError, PlanError) as error:  # SpecError: values that contradict each other
+            prepared = self._preparation.prepare(trial)
+        except NOT_STARTED as error:
+            self._preparation.forget(number)
             self._finish(trial, "refused", str(error))
             self._check_refusals()
             return True
-        run = prepare_run(self._folder.run(number), spec, launch, self._provenance)
-        if is_trained(run, spec):  # the controller was killed before it wrote this down
+        placement, run = prepared.placement, prepared.run
+        if not executor.has_room(placement.ranks):
+            return False
+        self._preparation.forget(number)
+        if is_trained(run, prepared.spec):  # the controller was killed before it wrote this down
             self._finish_trained(trial, run, max(0.0, measure_seconds(run) - trial.seconds))
             return True
         self._begin[number] = events.end(run.events)
@@ -191,63 +221,23 @@ class Controller:
         executor.start(number, run.path, self._folder.log(number), placement.ranks)
         return True
 
-    def _place(self, trial: Trial) -> Placement:
-        """Return the ranks and the plan of a trial. Raises RefusedTrial."""
-        search = self._definition.search
-        if trial.ranks is not None and trial.ranks <= search.ranks_per_node:  # it continues as it started
-            return Placement(trial.ranks, trial.plan, trial.predicted)
-        if not self._definition.needs_prediction:
-            assert isinstance(search.ranks_per_trial, int)
-            return Placement(search.ranks_per_trial, None)
-        from paceline.tuning.prediction.predict import check_bounds, choose_ranks, predict_trial
-
-        spec, launch = self._definition.build_request(trial.values)
-        if search.ranks_per_trial == "auto":
-            placement = choose_ranks(spec, launch, search.ranks_per_node)
-        else:
-            placement = predict_trial(spec, launch, search.ranks_per_trial)
-        try:
-            check_bounds(self._definition.bounds, placement)
-        except RefusedTrial:
-            self._refused.append(placement.predicted)
-            raise
-        return placement
-
     def _check_refusals(self, least: int = REFUSED_IN_A_ROW) -> None:
         """Raise RunError if the last trials, at least that many, were all refused."""
         last = list(self.state.trials.values())[-least:]
         if len(last) < least or any(trial.state != "refused" for trial in last):
             return
-        nearest = describe_nearest(self._definition.bounds, self._refused)
+        nearest = describe_nearest(self._definition.bounds, self._preparation.refused)
         raise RunError(
             f"no trial can start: {several(len(last), 'trial')} refused in a row, the last because "
             f"{last[-1].message}{nearest}"
         )
-
-    def _build_request(self, trial: Trial, placement: Placement) -> tuple[Spec, Launch]:
-        """Return the request of the next stage of a trial.
-
-        There is no report and there are no samples of the machine unless they are requested.
-        """
-        request, shares = self._definition.request, list_shares(self._definition.search)
-        threads = self._definition.search.threads
-        defaults = {"threads": threads, "report": False, "monitor": "off"}
-        given = request.keys() | {parameter.key for parameter in self._definition.space.parameters}
-        overrides = {key: value for key, value in defaults.items() if key not in given and value is not None}
-        overrides |= {"ranks": placement.ranks, "launcher": "local"}
-        if placement.plan is not None:
-            overrides["plan"] = placement.plan
-        if len(shares) > 1:
-            share = shares[find_rung(self._definition.search, trial)]
-            overrides |= self._definition.limit_length(trial.values, share)
-        return self._definition.build_request(trial.values, overrides)
 
     def _conclude(self, running: RunningTrial, status: int) -> None:
         trial, run = self.state.trials[running.number], self._folder.run(running.number)
         if trial.is_over or running.node.is_lost:  # it was stopped, or continues on another node
             return
         if status == 0 and is_trained(run, run.request()[0]):
-            self._finish_trained(trial, run, time.monotonic() - running.started)
+            self._finish_trained(trial, run, running.seconds)
             return
         begin = self._begin[trial.number]
         if status == STOPPED and any(isinstance(event, Saved) for event in events.read(run.events, begin)):
@@ -314,21 +304,3 @@ def _lock(folder: StudyFolder) -> Any:
         raise RunError(
             f"{folder.path} is already being run by {run.holder()}; wait for it or end it"
         ) from None
-
-
-def prepare_run(run: RunFolder, spec: Spec, launch: Launch, provenance: Mapping[str, Any]) -> RunFolder:
-    """Return the run folder of a trial with this request. An existing run keeps its checkpoints.
-
-    Raises RunError if ranks of an earlier controller still train it after 20 s.
-    """
-    if run.path.exists():
-        try:
-            earlier = run.request()
-        except (SpecError, OSError):  # its controller was killed while it created the folder
-            shutil.rmtree(run.path)
-        else:
-            run.lock().close()
-            if earlier != (spec, launch):
-                run.write_request(spec, launch)
-            return run
-    return create(run.path, spec, launch, provenance)

@@ -72,6 +72,11 @@ class LocalNode:
                 start_new_session=True,
             )
 
+    def watch(self, child: Child) -> int | None:
+        with contextlib.suppress(OSError):  # a kernel before 5.3
+            return os.pidfd_open(child.pid)
+        return None
+
 
 def _choose_devices(slots: Sequence[int]) -> Mapping[str, str]:
     """Return the variables that give a trial the GPUs of its slots, if there are any."""

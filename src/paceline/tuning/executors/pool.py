@@ -1,6 +1,8 @@
 """A fixed set of ranks on one or more nodes, which trials share."""
 
 import contextlib
+import os
+import select
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -34,12 +36,16 @@ class Node(Protocol):
     def start(self, run: Path, log: Path, ranks: int, slots: Sequence[int]) -> Child:
         """Start the training of a run folder on the ranks of the node with these numbers."""
 
+    def watch(self, child: Child) -> int | None:
+        """Return a descriptor that can be read when a trial has ended; None if the trial must be polled."""
+
 
 @dataclass
 class RunningTrial:
     """A trial that trains. slots: the numbers of the ranks of its node that it occupies.
 
     started: by the monotonic clock. log: what its process prints, after the output of earlier starts.
+    watched: a descriptor that can be read when it has ended. seconds: of its training, when it has ended.
     """
 
     number: int
@@ -49,6 +55,8 @@ class RunningTrial:
     started: float
     log: Path
     log_begin: int
+    watched: int | None
+    seconds: float = 0.0
     asked_to_stop: float | None = None  # by the monotonic clock
 
     def read_output(self) -> str:
@@ -116,7 +124,16 @@ class Executor:
         with open(log, "ab") as output:
             log_begin = output.tell()
         process = node.start(run.absolute(), log.absolute(), ranks, slots)
-        self.running[number] = RunningTrial(number, process, node, slots, time.monotonic(), log, log_begin)
+        started, watched = time.monotonic(), node.watch(process)
+        self.running[number] = RunningTrial(number, process, node, slots, started, log, log_begin, watched)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a trial of this machine has ended, or for a time."""
+        ends = select.poll()
+        for trial in self.running.values():
+            if trial.watched is not None:
+                ends.register(trial.watched, select.POLLIN)
+        ends.poll(1000 * timeout_s)
 
     def collect(self) -> Iterator[tuple[RunningTrial, int]]:
         """Yield the trials that have ended since the last call, with their exit status.
@@ -128,6 +145,9 @@ class Executor:
                 trial.kill()
             if (status := trial.process.poll()) is not None:
                 del self.running[trial.number]
+                trial.seconds = time.monotonic() - trial.started
+                if trial.watched is not None:
+                    os.close(trial.watched)
                 self._free[trial.node.name] = sorted([*self._free[trial.node.name], *trial.slots])
                 yield trial, status
 
@@ -139,7 +159,9 @@ class Executor:
         while self.running and time.monotonic() < deadline:
             for _ in self.collect():
                 pass
-            time.sleep(POLL_S)
+            self.wait(POLL_S)
         for trial in self.running.values():
             trial.kill()
             trial.process.wait()
+        for _ in self.collect():
+            pass

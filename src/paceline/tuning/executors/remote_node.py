@@ -90,6 +90,9 @@ class RemoteNode:
         self.send({"number": self._count, **request})
         return child
 
+    def watch(self, child: Child) -> int | None:
+        return None  # the agent reports its end
+
     def send(self, request: dict[str, Any]) -> None:
         self._connection.send(json.dumps(request))
 

@@ -69,9 +69,14 @@ def choose_trial(
 
 
 def has_all_trials(search: Search, state: StudyState) -> bool:
-    """Return whether no new trial follows. Refused trials do not count, except in a grid."""
+    """Return whether no new trial follows."""
+    return len(state.trials) >= count_all_trials(search, state)
+
+
+def count_all_trials(search: Search, state: StudyState) -> int:
+    """Return the number of all trials. Refused trials do not count as trials, except in a grid."""
     refused = sum(trial.state == "refused" for trial in state.trials.values())
-    return len(state.trials) - (0 if search.sampler == "grid" else refused) >= search.trials
+    return search.trials + (0 if search.sampler == "grid" else refused)
 
 
 def find_member(search: Search, state: StudyState) -> int | None:
