@@ -11,6 +11,7 @@ from harness import ranks, relative_difference, train_on_this_rank
 from models import SAMPLES, Rows, random_integers, random_normal
 from paceline import Spec, Task
 from paceline.errors import SpecError
+from paceline.optimizer_options import OPTIMIZERS
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer
 from paceline.training.optimizer import make_optimizer
@@ -61,12 +62,13 @@ def train_each(plan: str, names: list[str], has_complex: bool = False) -> dict[s
     found = {}
     for name in names:
         options = {"ns_precision": "full"} if name == "muon" else {}
+        groups = GROUPS if name != "rprop" else {"conv.*": {"lr": 0.002}}  # has no weight decay
         spec = Spec(
             steps=5,
             batch=8,
             seed=3,
             precision="fp64",
-            optimizer=Optimizer(name=name, lr=0.01, groups=GROUPS, **options),
+            optimizer=Optimizer(name=name, lr=0.01, groups=groups, **options),
         )
         found[name] = train_on_this_rank(Odd(has_complex=has_complex), spec, plan).weights
     return found
@@ -90,6 +92,13 @@ def differences(size: int, plan: str, names: list[str], has_complex: bool = Fals
 @pytest.mark.parametrize("plan", ["zero3", "tp=2"])
 def test_muon_and_lamb(plan: str) -> None:
     assert differences(2, plan, ["muon", "lamb"]) == {}
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3", "tp=2"])
+def test_every_optimizer(plan: str) -> None:
+    assert differences(2, plan, [*OPTIMIZERS]) == {}
 
 
 def test_frozen_parameters_and_groups() -> None:
