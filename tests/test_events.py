@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import threading
 import time
 
@@ -14,6 +15,7 @@ from paceline.events import (
     Ended,
     Evaluated,
     Event,
+    EventReader,
     EventWriter,
     Failed,
     Noted,
@@ -130,7 +132,7 @@ def test_file_round_trip(tmp_path):
     assert [type(event) for event in read(tmp_path / "e")] == [*(type(event) for event in ALL), Step]
 
 
-def test_readers_skip_a_torn_last_line_and_writers_remove_it(tmp_path):
+def test_readers_skip_a_torn_last_line_and_writers_end_it(tmp_path):
     path = tmp_path / "e"
     write(path, step(1), step(2))
     whole = path.read_bytes()
@@ -139,25 +141,47 @@ def test_readers_skip_a_torn_last_line_and_writers_remove_it(tmp_path):
     assert [event.step for event in read(path)] == [1, 2]
     assert events.end(path) == len(whole)
     assert path.read_bytes() == torn, "a reader must not touch it"
-    write(path, step(4))
-    assert [event.step for event in read(path)] == [1, 2, 4]
-    assert path.read_bytes().startswith(whole)
+    write(path, step(4), step(5))
+    assert [event.step for event in read(path)] == [1, 2, 4, 5]
+    assert path.read_bytes().startswith(torn + b"\n{"), "a writer must not remove what others wrote"
+    reader = EventReader(path)
+    assert len([*reader.new()]) == 4
+    assert reader.skipped.damaged == 1
 
 
-def test_a_file_with_only_a_torn_line_becomes_empty(tmp_path):
+def test_a_file_with_only_a_torn_line(tmp_path):
     path = tmp_path / "e"
     path.write_bytes(b'{"time": 1, "eve')
     write(path)
-    assert path.read_bytes() == b""
-
-
-def test_a_torn_line_longer_than_the_buffer_is_removed(tmp_path):
-    path = tmp_path / "e"
+    assert path.read_bytes() == b'{"time": 1, "eve'
     write(path, step(1))
-    whole = path.read_bytes()
-    path.write_bytes(whole + b"x" * 200_000)
-    write(path, step(2))
-    assert [event.step for event in read(path)] == [1, 2]
+    assert [event.step for event in read(path)] == [1]
+
+
+def test_an_empty_line_is_not_damaged(tmp_path):
+    """A writer leaves one if it sees a part of the line of another writer, which is not torn."""
+    path = tmp_path / "e"
+    path.write_text(f"{dumps(step(1))}\n\n{dumps(step(2))}\n")
+    reader = EventReader(path)
+    assert [event.step for event in reader.new()] == [1, 2]
+    assert not reader.skipped
+
+
+def test_processes_that_append_at_a_time_lose_no_event(tmp_path):
+    """Ranks that fail together each append their error; the cause must not be removed."""
+    path, count = tmp_path / "e", 1000
+    children = []
+    for first in (0, count):
+        child = os.fork()
+        if not child:
+            for number in range(first, first + count):
+                events.append(path, step(number))
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    reader = EventReader(path)
+    assert sorted(event.step for event in reader.new()) == [*range(2 * count)]
+    assert not reader.skipped
 
 
 def test_a_reader_can_continue_at_a_position(tmp_path):

@@ -441,7 +441,7 @@ _FIELDS = {name: _fields(kind) for name, kind in KINDS.items()}
 
 
 class EventWriter:
-    """A file to which events are appended, each in one write.
+    """A file to which events are appended, each in one write. Several processes may write at a time.
 
     A full disk loses events, but does not end the run. `lost` is the number of lost events.
     """
@@ -449,14 +449,17 @@ class EventWriter:
     def __init__(self, path: Path):
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self.lost = 0
-        # A last line without a newline is from a writer that was killed; it would damage the next line.
-        end = end_of_lines(self._file)
-        if end < os.fstat(self._file).st_size:
-            os.ftruncate(self._file, end)
+        # A last line without a newline is from a writer that was killed, and would damage the next line. It
+        # is ended and not removed, because another process may append a line after it in the meantime.
+        size = os.fstat(self._file).st_size
+        is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        self._before = b"\n" if is_torn else b""
 
     def write(self, event: Event) -> None:
         """Append an event, or count it in `lost` if the write fails."""
-        self.lost += not append_whole(self._file, (dumps(event) + "\n").encode())
+        is_written = append_whole(self._file, self._before + (dumps(event) + "\n").encode())
+        self._before = b"" if is_written else self._before
+        self.lost += not is_written
 
     def close(self) -> None:
         os.close(self._file)
@@ -484,7 +487,7 @@ class Skipped:
                 error.kind if error.kind in self.unknown or len(self.unknown) < MAX_KINDS else "others"
             ] += 1
         except ValueError:
-            self.damaged += 1
+            self.damaged += bool(line)  # see EventWriter: an empty line may end a line that was not torn
         return None
 
     def __bool__(self) -> bool:

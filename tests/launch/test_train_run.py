@@ -203,6 +203,36 @@ def test_errors_of_a_rank_have_their_class(tmp_path: Path) -> None:
     assert failed.error == "TaskError"
 
 
+@pytest.mark.slow
+def test_a_rank_reports_its_error_before_it_disconnects(tmp_path: Path) -> None:
+    """The others fail when it disconnects, and the launcher then kills a rank that does not end."""
+    body = """
+    import torch.distributed as dist
+
+    class Stops(Net):
+        def loss(self, output, batch):
+            if self.fails_at in batch[2].tolist():
+                dist.destroy_process_group = destroy_and_stop
+            return super().loss(output, batch)
+
+    destroy = dist.destroy_process_group
+
+    def destroy_and_stop():
+        destroy()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    try:
+        list(paceline.train(spec(set={"fails_at": 20}), task=Stops, ranks=2, device="cpu", run="run"))
+    except paceline.Error as error:
+        print(json.dumps([type(error).__name__, str(error)]))
+    """
+    kind, message = json.loads(finish(run_script(tmp_path, body), tmp_path).out)
+    assert kind == "TaskError", message
+    assert "ValueError: no such number (script.py, line" in message
+    failed = next(event for event in read_events(tmp_path / "run") if isinstance(event, Failed))
+    assert failed.error == "TaskError"
+
+
 def test_a_killed_rank_restarts_and_then_fails(tmp_path: Path) -> None:
     body = """
     from paceline.doctor.rank_state import read_heartbeats

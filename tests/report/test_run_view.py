@@ -124,7 +124,6 @@ DAMAGE = {
     "two lines in one": dumps(step(15)).encode()[:60] + dumps(step(16)).encode(),
     "no UTF-8": dumps(step(15)).encode().replace(b"loss", b"lo\xff\xfes"),
     "UTF-16": dumps(step(15)).encode("utf-16"),
-    "empty": b"",
     "spaces": b"   ",
     "a list": b"[1, 2]",
     "a number": b"7",

@@ -201,13 +201,23 @@ def find_silent_ranks(run: RunFolder, begin: int) -> list[int]:
 
 
 def read_failures(run: RunFolder, begin: int) -> tuple[dict[int | None, Failed], int]:
-    """Return the failures that ranks of the last start reported, by rank, and the last step of that start."""
+    """Return the failures that ranks of the last start reported, by rank, and the last step of that start.
+
+    A rank may fail before rank 0 reports the start.
+    """
     reports: dict[int | None, Failed] = {}
+    early: dict[int | None, Failed] = {}  # those before the `Started` of their start
+    is_starting = True
     for event in events.EventReader(run.events, begin).new(Started, Failed):
         if isinstance(event, Started):
-            reports = {}
+            reports, early, is_starting = early, {}, False
         elif isinstance(event, Failed) and event.what == "run":
             reports[event.rank] = event
+            # on several nodes, ranks of the previous start may still report that they lost another rank
+            if is_starting and not event.lost_peer:
+                early[event.rank] = event
+        elif isinstance(event, Failed) and event.what in ("rank", "node"):  # all ranks are restarted
+            early, is_starting = {}, True
     newest = events.last(run.events, Started, Step, until=(Started, Step), begin=begin)
     return reports, max((event.step for event in newest if isinstance(event, (Started, Step))), default=0)
 

@@ -212,10 +212,17 @@ def _train_recorded(
     """Train and yield the events. Rank 0 writes each event to the run folder before it is yielded."""
     keep_freed_memory()
     writer: events.EventWriter | None = None
-    step = 0
+    step, is_reported = 0, False
 
     def stop() -> bool:
         return interrupt.is_requested or interrupt.is_orphaned()
+
+    def report(error: Exception) -> None:
+        """Write the first error to the events."""
+        nonlocal is_reported
+        if run.path.exists() and not is_reported:
+            events.append(run.events, _describe_failure(error, step, world))
+        is_reported = True
 
     with contextlib.ExitStack() as at_exit:
         try:
@@ -248,6 +255,8 @@ def _train_recorded(
                 notes=notes,
                 elapsed_s=elapsed_s,
                 saves=not run.is_temporary,
+                # The other ranks fail when this rank disconnects; the launcher then kills what still runs.
+                on_error=report,
             ):
                 if isinstance(event, Started):
                     event = replace(event, start_s={**start_s, **event.start_s})
@@ -276,29 +285,32 @@ def _train_recorded(
                     else:
                         events.append(run.events, noted)
         except Exception as error:  # the top of a rank: report the error, then raise it
-            is_of_task = isinstance(error, (TaskError, DataError))
-            # the code of a task may fail on this rank only, so the message names the rank
-            reported = type(error)(f"rank {world.rank}: {error}") if is_of_task and world.rank else error
-            lost_peer = is_of_lost_peer(error) or isinstance(error, RankError)
-            message = (
-                str(reported)
-                if isinstance(error, Error)
-                else f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-            )
-            if run.path.exists():
-                meant = isinstance(error, Error)
-                events.append(
-                    run.events,
-                    Failed(
-                        what="run",
-                        step=step,
-                        rank=world.rank,
-                        message=message,
-                        lost_peer=lost_peer,
-                        meant=meant,
-                        error=type(error).__name__,
-                    ),
-                )
+            report(error)
+            reported = _name_rank(error, world)
             if reported is error:
                 raise
             raise reported from error
+
+
+def _name_rank(error: Exception, world: World) -> Exception:
+    """Return the error with the rank in its message, if the task raised it."""
+    is_of_task = isinstance(error, (TaskError, DataError))  # code of a task may fail on this rank only
+    return type(error)(f"rank {world.rank}: {error}") if is_of_task and world.rank else error
+
+
+def _describe_failure(error: Exception, step: int, world: World) -> Failed:
+    """Return the event of the error that ends this rank."""
+    meant = isinstance(error, Error)
+    return Failed(
+        what="run",
+        step=step,
+        rank=world.rank,
+        message=(
+            str(_name_rank(error, world))
+            if meant
+            else f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+        ),
+        lost_peer=is_of_lost_peer(error) or isinstance(error, RankError),
+        meant=meant,
+        error=type(error).__name__,
+    )

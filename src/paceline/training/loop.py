@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -105,6 +106,7 @@ def train(
     notes: Sequence[str] = (),
     elapsed_s: float = 0.0,
     saves: bool = True,
+    on_error: Callable[[Exception], None] = lambda error: None,
 ) -> Generator[Event]:
     """Train as one rank, and yield an event for each thing that happens. All ranks must iterate in step.
 
@@ -123,6 +125,7 @@ def train(
     notes: sentences to report at the start.
     elapsed_s: the part of `spec.max_time` that passed before the first event was requested.
     saves: whether checkpoints are saved in `run`; if not, it gets only heartbeats.
+    on_error: called with an error that ends the training, while the other ranks are still connected.
 
     Raises SpecError, PlanError, DataError, TaskError and CheckpointError before the first step, DivergedError
     if the loss is not finite, and CheckpointError at the end if the last checkpoint could not be written.
@@ -146,6 +149,8 @@ def train(
         stack.enter_context(
             process_group(world, torch_device, spec.timeout_s, meeting_place, len(spec.trace_steps))
         )
+        stack.callback(mesh.destroy_meshes)
+        stack.push(partial(_report_error, on_error))
         notes = (
             *notes,
             *set_free_threads(spec, world, run, torch_device),
@@ -204,7 +209,16 @@ def train(
             yield from clock.add_start_times(TrainingLoop(context, data, prepared, heartbeat, stop).events())
         finally:
             prepared.release()
-            mesh.destroy_meshes()
+
+
+def _report_error(
+    report: Callable[[Exception], None],
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    if isinstance(error, Exception):
+        report(error)
 
 
 def _parse_plan(plan: Plan | str | None, world: World) -> Plan | str:
