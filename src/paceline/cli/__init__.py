@@ -56,6 +56,7 @@ PANELS = {
     "Operate": {
         "preflight": "Check a training before it is queued, from the site file to memory and disk space.",
         "submit": "Queue a training in Slurm, and print the number of the job.",
+        "bundle": "Write the packages of this environment to one file, for machines without a network.",
         "status": "Show the state of runs: a line each, with loss, validation metric and throughput.",
         "logs": "Print the output of a run.",
         "cancel": "Stop a run, in Slurm or on this machine.",

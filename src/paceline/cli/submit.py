@@ -52,14 +52,31 @@ def submit(
             help="Start JupyterLab on a node instead of a training, and print the command of the tunnel.",
         ),
     ] = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="Print the job script without submitting it.")] = False,
+    build_image: Annotated[
+        str | None,
+        Option(
+            metavar="DEVICE",
+            help="Write the definition file of an Apptainer image for cuda, rocm or cpu, with the packages "
+            "of this environment; build the container of the site file, or paceline.sif; queue nothing.",
+        ),
+    ] = None,
+    image_base: Annotated[
+        str | None,
+        Option(
+            metavar="IMAGE",
+            help="Image to build on, an address or a .sif file [default: Python's image, or that of ROCm]",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Print the job script or the definition file, and do nothing else.")
+    ] = False,
 ) -> None:
     """Queue a training in Slurm, and print the number of the job.
 
     Before its time limit the job saves and requeues itself.
     """
     from paceline import task
-    from paceline.errors import Error, SpecError
+    from paceline.errors import Error, LaunchError, SpecError
     from paceline.launch.slurm import client as slurm
     from paceline.launch.slurm.job_script import build_job, render
     from paceline.launch.slurm.site import read_site
@@ -69,6 +86,12 @@ def submit(
     from paceline.run import choose_path, create
 
     spec, launch = request
+    if build_image is not None:
+        others = bool(array or kubernetes or jupyter or time)
+        _build_image(request, build_image, image_base, site, dry_run, others)
+        return
+    if image_base is not None:
+        raise LaunchError("--image-base requires --build-image; specify the device, or leave it out")
     if jupyter:
         _submit_jupyter(request, time, site, dry_run, bool(array or kubernetes))
         return
@@ -105,6 +128,52 @@ def submit(
         run.delete()
         raise
     print(f"{path}: job {number}")
+
+
+def _build_image(
+    request: TrainingRequest,
+    device: str,
+    base: str | None,
+    site: Path | None,
+    dry_run: bool,
+    has_others: bool,
+) -> None:
+    """Write the definition file of an image, and build the image if Apptainer is installed.
+
+    Raises an Error.
+    """
+    import shlex
+
+    from paceline.errors import LaunchError, SpecError
+    from paceline.launch.environment import image as images
+    from paceline.launch.environment.installed import list_installed, read_requirements
+    from paceline.launch.slurm.site import read_site
+    from paceline.spec import Launch, Spec, suggest
+
+    spec, launch = request
+    if has_others or spec != Spec() or launch != Launch():
+        raise LaunchError(
+            "--build-image builds an image for all trainings of this folder; besides it, only --image-base, "
+            "--site and --dry-run are possible"
+        )
+    kind = next((name for name in images.DEVICES if name == device), None)
+    if kind is None:
+        names = ", ".join(images.DEVICES)
+        raise SpecError(f"--build-image must be {names}, got {device!r}{suggest(device, images.DEVICES)}")
+    container = read_site(site).container
+    image = Path(container if container is not None else "paceline.sif")
+    if not dry_run:
+        images.check_image_name(image)
+    installed = list_installed()
+    contents = images.describe_image(kind, read_requirements(), installed, base)
+    if dry_run:
+        print(images.render_definition(contents, image.with_suffix(".files").name), end="")
+        return
+    definition = images.write_image_files(image, contents, installed)
+    print(f"{definition}: wrote the definition file", flush=True)
+    images.build(image, definition)
+    if container is None:
+        print(f"to use it, write into site.toml: container = {shlex.quote(str(image.absolute()))}")
 
 
 def _submit_jupyter(
