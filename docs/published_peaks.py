@@ -20,7 +20,7 @@ def build_tables() -> str:
     sources = dict.fromkeys(
         source for sheet in sheets().values() for source in (sheet.chip.source, sheet.source)
     )
-    peaks = _table(["10¹² operations/s", *DTYPES], [_peaks(chip) for chip in chips.values()])
+    peaks = _table(["10¹² operations/s", *DTYPES, "SMs", "L2"], [_peaks(chip) for chip in chips.values()])
     devices = _table(
         ["`--cluster`", "device", "chip", "memory", "GB/s of it", "GB/s in a node", "W"],
         [_device(*item) for item in sheets().items()],
@@ -39,7 +39,8 @@ def _peaks(chip: Chip) -> list[str]:
     """Return the peaks of a chip, with those for 2:4 sparsity in brackets."""
     cells = [f"{chip.dense[dtype]:,g}" if dtype in chip.dense else "" for dtype in DTYPES]
     sparse = [f" ({chip.sparse[dtype]:,g})" if dtype in chip.sparse else "" for dtype in DTYPES]
-    return [chip.name, *(f"{dense}{half}" for dense, half in zip(cells, sparse, strict=True))]
+    anatomy = [f"{chip.sms or ''}", f"{chip.l2_MB:g} MiB" if chip.l2_MB is not None else ""]
+    return [chip.name, *(f"{dense}{half}" for dense, half in zip(cells, sparse, strict=True)), *anatomy]
 
 
 def _device(name: str, sheet: PublishedRow) -> list[str]:

@@ -210,3 +210,10 @@ def test_advice():
     assert advice["/home"] == "pack small files: only 200 can be created per second"
     assert advice["/scratch"].startswith("keep checkpoints here: 876 MB/s")
     assert "only 962 small writes per second" in advice["/scratch"]
+    said = {"/home": True, "/scratch": False}
+    with_backups = {
+        row["directory"]: row["advice"] for row in give_advice(rows, lambda folder: said.get(str(folder)))
+    }
+    assert with_backups["/home"] == advice["/home"] + "; backed up: keep code and results here"
+    assert with_backups["/scratch"] == advice["/scratch"] + "; not backed up: copy what you keep"
+    assert with_backups["/store"] == advice["/store"]

@@ -14,7 +14,7 @@ from paceline.bench.hierarchy.memory import MemoryLevel, build_chain, list_level
 
 def write_caches(folder: Path, *caches: tuple[str, str, str]) -> Path:
     for at, values in enumerate(caches):
-        (folder / f"index{at}").mkdir()
+        (folder / f"index{at}").mkdir(parents=True)
         for name, value in zip(("level", "type", "size"), values, strict=True):
             (folder / f"index{at}" / name).write_text(f"{value}\n")
     return folder
@@ -36,7 +36,9 @@ def test_levels_are_the_data_caches_and_the_memory(tmp_path: Path) -> None:
         ("L2 cache", 2 * 2**20),
         ("L3 cache", 105 * 2**20),
     ]
-    assert all(level.used_bytes == level.size_bytes // 2 for level in caches)
+    assert [level.used_bytes for level in caches] == [24 * 2**10, 8 * 48 * 2**10, 8 * 2 * 2**20]
+    halves = list_levels(write_caches(tmp_path / "near", ("1", "Data", "48K"), ("2", "Unified", "512K")))
+    assert halves[1].used_bytes == 256 * 2**10
     assert last.name == "memory"
 
 

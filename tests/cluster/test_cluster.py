@@ -170,8 +170,15 @@ def test_a100_matches_its_data_sheet():
         "bf16": 312e12,
         "fp16": 312e12,
         "int8": 624e12,
+        "int4": 1248e12,
     }
-    assert flops(large.sparse_flops) == {"tf32": 312e12, "bf16": 624e12, "fp16": 624e12, "int8": 1248e12}
+    assert flops(large.sparse_flops) == {
+        "tf32": 312e12,
+        "bf16": 624e12,
+        "fp16": 624e12,
+        "int8": 1248e12,
+        "int4": 2496e12,
+    }
     assert large.vector_flops["fp64"].value == 9.7e12
     assert small.memory_Bps.value == 1555e9
     assert (small.memory_bytes.value, large.memory_bytes.value) == (40 * 2**30, 80 * 2**30)
@@ -201,6 +208,7 @@ def test_every_published_device_is_plausible(name):
     assert all(dense[dtype] == dense.get("fp16", dense[dtype]) for dtype in {"bf16"} & {*dense})
     if device.kind in ("cuda", "rocm"):  # in Trainium, 8 bits are not twice as fast as 16
         assert "fp8" not in dense or dense["fp8"] == pytest.approx(2 * dense["fp16"], rel=2e-3)
+    assert dense.get("int4") in (None, pytest.approx(2 * dense.get("int8", 0), rel=2e-3))
     assert dense.get("fp6") in (None, dense.get("fp8"), dense.get("fp4"))
     assert sheet.driver
     assert all(find_published_name(driver) == name for driver in sheet.driver)
@@ -208,14 +216,33 @@ def test_every_published_device_is_plausible(name):
 
 def test_only_exact_names_match_a_published_device():
     assert find_published_name("NVIDIA H100 80GB HBM3") == "h100-sxm"
+    assert find_published_name("NVIDIA H100 NVL") == "h100-nvl"
     for other in (
-        "NVIDIA H100 NVL",
         "NVIDIA H200 NVL",
         "NVIDIA A800-SXM4-80GB",
         "NVIDIA A100-SXM-64GB",
         "AMD INSTINCT MI250 (MCM) OAM AC MBA",
     ):
         assert find_published_name(other) is None
+
+
+def test_one_card_of_an_h100_nvl():
+    """The datasheet of 2023 gives 188 GB and 7.8 TB/s for a pair."""
+    device = sheets()["h100-nvl"].device()
+    assert (device.memory_bytes.value, device.memory_Bps.value) == (94 * 2**30, 3.9e12)
+    assert 2 * device.memory_Bps.value == 7.8e12
+    assert sheets()["h100-nvl"].links() == (), "bridges connect pairs of cards only"
+
+
+def test_processors_explain_the_vector_peaks():
+    """A multiprocessor does 2 × 64 or 2 × 128 operations with fp32 in a cycle, of 1 to 3 GHz."""
+    for sheet in sheets().values():
+        chip = sheet.chip
+        if chip.sms is not None and "fp32" in chip.vector:
+            clock_Hz = {
+                lanes: chip.vector["fp32"] * 1e12 / (2 * lanes * chip.sms) for lanes in (64, 128, 256)
+            }
+            assert any(1.0e9 < each < 2.7e9 for each in clock_Hz.values()), (chip.name, clock_Hz)
 
 
 def test_short_form_of_a_cluster():

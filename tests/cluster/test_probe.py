@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from command import paceline
-from paceline.cluster import cpu, environment, gpus, limits, mpi, network, topology
+from paceline.cluster import cpu, environment, gpus, limits, modules, mpi, network, topology
 from paceline.cluster.backends import format_cusparselt, versions
 from paceline.cluster.directories import Mount, examine, find_mount, list_usual, parse_stripes
 from paceline.cluster.facts import Fact
@@ -361,6 +361,51 @@ def test_modules_and_visible_devices():
     assert environment.visible_devices({}) is None
 
 
+@pytest.mark.parametrize("system", ["environment-modules", "lmod"])
+def test_offered_modules(system):
+    found = modules.choose_modules(modules.parse_modules(recorded(f"module-avail-{system}.txt")))
+    names = {what: [module.name for module in offered] for what, offered in found.items()}
+    assert names == {
+        "CUDA": ["cuda/11.8", "cuda/12.4", "cuda/12.8"],
+        "ROCm": ["rocm/6.3.0"],
+        "MPI": ["hpcx-mpi/2.20", "openmpi/4.1.6", "openmpi/5.0.3-GCC-13.3.0"],
+        "Python": ["python3/3.11", "Python/3.12.3-GCCcore-13.3.0"],
+        "PyTorch": ["PyTorch/2.6.0-foss-2024a-CUDA-12.6.0"],
+        "NCCL": ["NCCL/2.22.3"],
+    }
+    defaults = [module.name for offered in found.values() for module in offered if module.is_default]
+    assert defaults == (["cuda/12.4"] if system == "environment-modules" else [])
+    text = " ".join(text_of(machine(offered_modules=found)).split())
+    assert "offered CUDA: cuda/11.8, cuda/12.4" in text
+    assert "gcc" not in text
+
+
+@pytest.mark.parametrize("text", ["", "garbage: (\n", "bash: module: command not found\n"])
+def test_no_offered_modules(text):
+    assert modules.choose_modules(modules.parse_modules(text)) == {}
+
+
+def test_versions_of_modules_are_ordered_as_numbers():
+    rows = modules.parse_modules("cuda/12.10\ncuda/12.8\ncompilers/gcc/openmpi/4.1\nmpi4py/3.1\n")
+    found = modules.choose_modules(rows)
+    assert [module.name for module in found["CUDA"]] == ["cuda/12.8", "cuda/12.10"]
+    assert [module.name for module in found["MPI"]] == ["compilers/gcc/openmpi/4.1"]
+
+
+def test_a_login_shell_lists_its_modules(tmp_path, monkeypatch):
+    """Both module systems print the list to standard error."""
+    text = tmp_path / "text"
+    text.write_text(recorded("module-avail-lmod.txt"))
+    (tmp_path / ".bash_profile").write_text(f'module() {{ [ "$*" = "-t avail" ] && cat {text} >&2; }}\n')
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [module.name for module in modules.list_offered()["ROCm"]] == ["rocm/6.3.0"]
+    (tmp_path / ".bash_profile").write_text("module() { echo broken >&2; return 3; }\n")
+    with pytest.raises(ClusterError, match="bash failed with exit status 3: broken"):
+        modules.list_offered()
+    (tmp_path / ".bash_profile").write_text("unset -f module\n")
+    assert modules.list_offered() == {}
+
+
 # File systems and quotas
 
 
@@ -635,6 +680,7 @@ def test_text_of_a_large_machine_fits_the_width(width):
         "bf16 989.4 (1,978.9)",
         "Slurm job 4711 on gpu, 2 nodes (a[1-2])",
         "cuda/12.8",
+        "132 streaming multiprocessors, 50 MiB of L2 cache, published",
     ):
         assert part in words
     assert re.search(r"^3 .*79\.6 GiB +700 W +0 .*NIC5 \(PXB\)", text, re.M)

@@ -143,6 +143,7 @@ def test_the_site_file_of_this_folder(tmp_path, monkeypatch):
         ('partiton = "gpu"', "site.toml: unknown key partiton; did you mean partition?"),
         ("gpus_per_node = 0", "site.toml: gpus_per_node must be greater than or equal to 1, got 0"),
         ('modules = "cuda"', 'site.toml: modules must be a list, such as ["A","B"], got \'cuda\''),
+        ('backups = ["store"]', "backups must be absolute folders such as '$HOME' or '/store', got 'store'"),
         ('conda = "a"\nvenv = "b"', "conda='a' and venv='b' exclude each other; keep only one"),
         (
             'gres = "gpu:2"\ngpus_per_node = 2',

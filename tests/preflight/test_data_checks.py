@@ -151,6 +151,7 @@ def test_usage_by_purpose(folder, monkeypatch):
     (folder / "runs/a/events.jsonl").touch()
     (folder / "venv/link").symlink_to(folder / "elsewhere")
     monkeypatch.setattr(sys, "prefix", str(folder / "venv"))
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
     [line] = run_check("usage", Loading(), run=str(folder / "runs/b"))
     size = 40_960 if os.stat(folder / "venv/0.bin").st_blocks * 512 == 40_960 else None
     assert f"on the file system of {folder / 'runs'}: environment " in line
@@ -159,6 +160,13 @@ def test_usage_by_purpose(folder, monkeypatch):
     assert line.endswith(" in 4 files")  # logs: two files, the events and the folder of checkpoints
     if size:
         assert f"checkpoints {(5 * size + 4096) / 1024:.1f} KiB in 6 files" in line
+    for name in ("session_2026-11-24_01-02-03_000004_5/logs", "other"):
+        (folder / "ray" / name).mkdir(parents=True)
+        (folder / "ray" / name / "raylet.out").write_bytes(bytes(40_000))
+    (folder / "ray/session_latest").symlink_to(folder / "ray/other")
+    [line] = run_check("usage", Loading(), run=str(folder / "runs/b"))
+    ray = line.partition(", temporary files of Ray ")[2]
+    assert re.fullmatch(r"[0-9.]+ KiB in 2 files", ray)  # a folder of a session, and its log
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, path: Path, **more: int) -> None:

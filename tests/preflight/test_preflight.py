@@ -395,6 +395,21 @@ def test_too_little_disk_space(options, message, folder):
     assert message is None or message in line
 
 
+def test_a_folder_without_backups(monkeypatch, folder):
+    monkeypatch.setenv("STORE", str(folder))
+    said = {}
+    for place in ("[]", '["/elsewhere"]', '["$STORE"]', '["/elsewhere", "$STORE"]', '["$UNSET"]'):
+        Path("site.toml").write_text(f"backups = {place}\n")
+        said[place] = " | ".join(run_one("room", task="digits", batch=64)).partition(" is not backed up")[2]
+    assert said == {
+        "[]": ": copy what you keep to another site",
+        '["/elsewhere"]': ": copy what you keep to /elsewhere",
+        '["$STORE"]': "",
+        '["/elsewhere", "$STORE"]': "",
+        '["$UNSET"]': ": copy what you keep to $UNSET",
+    }
+
+
 def test_quotas(monkeypatch, folder):
     def check_quota(**more: int) -> str:
         monkeypatch.setattr(directories, "read_quotas", lambda: [(str(folder), Quota(used_bytes=0, **more))])

@@ -89,10 +89,19 @@ def run_storage(directories: Sequence[Path], budget_s: float, writers: int, watc
     """Measure each directory for `budget_s` seconds. `directories` must have passed `check_directories`."""
     from paceline.bench.storage import suite
     from paceline.bench.storage.advice import give_advice
+    from paceline.launch.slurm.site import read_site
 
+    site = read_site(None)
     rows = (row for directory in directories for row in suite.measure(directory, budget_s, writers))
     settings = {"directories": [str(path) for path in directories], "budget_s": budget_s, "writers": writers}
-    return collect("storage", suite.KEYS, settings, rows, watch, give_advice)
+    return collect(
+        "storage",
+        suite.KEYS,
+        settings,
+        rows,
+        watch,
+        lambda measured: give_advice(measured, site.is_backed_up),
+    )
 
 
 def run_overlap(device: "torch.device", ranks: int, budget_s: float, watch: Watch) -> CollectedResult:

@@ -9,8 +9,8 @@ from paceline.spec import Value
 
 FORMAT: Literal["paceline.cluster"] = "paceline.cluster"
 VERSION: Literal[1] = 1  # of the file format; increased when an older Paceline would misread a newer file
-DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8")
-Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8"]
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8", "int4")
+Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8", "int4"]
 Axis = Literal["node", "across"]
 
 

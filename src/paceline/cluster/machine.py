@@ -159,6 +159,13 @@ class Directory(Value):
     note: str = ""
 
 
+class OfferedModule(Value):
+    """A module that the module system of a site can load."""
+
+    name: str
+    is_default: bool = False
+
+
 class Machine(Value):
     """The facts of a machine, as `paceline probe --json` writes them."""
 
@@ -176,6 +183,7 @@ class Machine(Value):
     mpi: BackendFacts | None = None
     slurm: Slurm | None = None
     container: str | None = None
-    modules: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()  # that are loaded
+    offered_modules: dict[str, tuple[OfferedModule, ...]] = Field({})  # by what they contain: CUDA, MPI, …
     directories: tuple[Directory, ...] = ()
     silent: tuple[str, ...] = ()  # sources that failed or did not answer in time, each with the reason

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster import cpu, directories, environment, gpus, mpi, network, topology
+from paceline.cluster import cpu, directories, environment, gpus, modules, mpi, network, topology
 from paceline.cluster.limits import usable_cores
 from paceline.cluster.machine import Accelerator, Directory, Machine, Torch
 from paceline.errors import ClusterError
@@ -18,6 +18,7 @@ from paceline.errors import ClusterError
 LIMIT_S = 15.0  # for a source; a tool that it runs has 10
 TORCH_LIMIT_S = 60.0  # allows a first import from a slow file system
 NVIDIA, AMD = "NVIDIA's GPUs", "AMD's GPUs"
+MODULES = "the module system"
 
 
 def probe(paths: Sequence[Path] = (), torch: subprocess.Popen[str] | None = None) -> Machine:
@@ -25,9 +26,12 @@ def probe(paths: Sequence[Path] = (), torch: subprocess.Popen[str] | None = None
 
     paths: directories to examine, instead of the usual directories.
     torch: the process from `backends.start`, which a caller can start before it imports this module;
-        None: PyTorch is not described.
+        None: neither PyTorch nor the module system is described.
     """
-    backends = ParallelSources({"PyTorch": partial(_torch, torch)} if torch else {})
+    backends = ParallelSources(
+        # planning does not read the module system, which takes seconds on large sites
+        {"PyTorch": partial(_torch, torch), MODULES: modules.list_offered} if torch else {}
+    )
     sources = ParallelSources(
         {
             "the CPU": cpu.read_cpu,
@@ -59,6 +63,7 @@ def probe(paths: Sequence[Path] = (), torch: subprocess.Popen[str] | None = None
         mpi=facts.get("MPI"),
         slurm=environment.read_slurm(os.environ),
         container=environment.find_own_container(os.environ),
+        offered_modules=facts.get(MODULES, {}),
         modules=environment.loaded_modules(os.environ),
         directories=examined,
         silent=tuple(f"{name}: {reason}" for name, reason in (silent | torch_silent).items()),

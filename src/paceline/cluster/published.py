@@ -28,6 +28,8 @@ class Chip:
     dense: Mapping[Dtype, float]
     vector: Mapping[Dtype, float]
     sparse: Mapping[Dtype, float]
+    sms: int | None = None  # streaming multiprocessors, or compute units
+    l2_MB: float | None = None  # in units of 2²⁰ bytes
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,20 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cluster.machine import Accelerator, BackendFacts, Directory, Interface, Machine, Quota
+from paceline.cluster.machine import (
+    Accelerator,
+    BackendFacts,
+    Directory,
+    Interface,
+    Machine,
+    OfferedModule,
+    Quota,
+)
 from paceline.cluster.published import sheets
 from paceline.cluster.topology import count_gpu_links, find_nearest_nics
 from paceline.units import format_bytes, format_count, several
+
+SHOWN = 3  # modules of a kind; the JSON file has all
 
 
 def build_tables(machine: Machine) -> list[RenderableType]:
@@ -40,11 +50,13 @@ def _facts(machine: Machine) -> Table:
         ("host", f"{machine.host}, {machine.system}"),
         ("within", _surroundings(machine)),
         ("modules", ", ".join(machine.modules)),
+        ("offered", _offered(machine.offered_modules)),
         ("CPU", _cpu(machine)),
         ("extensions", ", ".join((*machine.cpu.vector, *machine.cpu.matrix))),
         ("NUMA", _numa(machine.cpu.numa)),
         ("memory", _memory(machine)),
         ("GPUs", _gpus(machine)),
+        ("processors", _processors(machine)),
         ("peaks", _peaks(machine)),
         ("links", _links(machine)),
     ):
@@ -123,6 +135,27 @@ def _peaks(machine: Machine) -> str:
     ]
     return (
         ", ".join(rows) + " TFLOP/s, published" + ("; with 2:4 sparsity in brackets" if chip.sparse else "")
+    )
+
+
+def _processors(machine: Machine) -> str:
+    """Return the number of processors of the first GPU that is published, and their common cache."""
+    row = next((row for row in machine.accelerators if row.sheet), None)
+    chip = sheets()[row.sheet].chip if row is not None and row.sheet is not None else None
+    if row is None or chip is None or chip.sms is None:
+        return ""
+    words = "streaming multiprocessors" if row.kind == "cuda" else "compute units"
+    cache = f", {chip.l2_MB:g} MiB of L2 cache" if chip.l2_MB is not None else ""
+    return f"{chip.sms} {words}{cache}, published"
+
+
+def _offered(modules: dict[str, tuple[OfferedModule, ...]]) -> str:
+    """Return the modules of the module system by what they contain, the newest last."""
+    return "; ".join(
+        f"{what}: "
+        + ("… " if len(found) > SHOWN else "")
+        + ", ".join(f"{each.name} (default)" if each.is_default else each.name for each in found[-SHOWN:])
+        for what, found in modules.items()
     )
 
 

@@ -49,6 +49,9 @@ def check_room(context: PreflightContext) -> Results:
     if directory.free_files:
         free += f" and {directory.free_files:,} files"
     yield "passes", f"{usage}; {folder} ({directory.filesystem or 'unknown'}) has {free} free"
+    if context.site.is_backed_up(folder) is False:
+        places = ", ".join(context.site.backups or ()) or "another site"
+        yield "passes", f"{folder} is not backed up: copy what you keep to {places}"
     if directory.quota is not None and (exceeded := [*find_soft_limits(directory.quota, size_bytes, files)]):
         yield "warns", f"they exceed {' and '.join(exceeded)}, which is permitted only for a while"
     if directory.filesystem in LOCAL_FILESYSTEMS and context.job.nodes > 1:

@@ -1,7 +1,9 @@
 """Check of quotas: what the user already keeps where a run is written, by purpose."""
 
+import contextlib
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ class FolderUsage:
 
 
 def check_usage(context: PreflightContext) -> Results:
-    """Report what environment, data, checkpoints and logs take on the file system of the run."""
+    """Report what environment, data, runs and Ray take on the file system of the run."""
     runs = next(path for path in context.run.absolute().parents if path.is_dir())
     datasets = [
         samples.dataset
@@ -83,6 +85,24 @@ def find_purposes(datasets: Sequence[Any], runs: Path) -> Iterator[tuple[str, li
     yield "data", data, [environment]
     yield "checkpoints", checkpoints, []
     yield "logs", [run.path for run in found], checkpoints
+    yield "temporary files of Ray", find_ray_sessions(), []
+
+
+def find_ray_sessions() -> list[Path]:
+    """Return the folders that Ray's sessions of this user left, with logs and spilled objects.
+
+    Ray keeps them until somebody deletes them (ray 2.60, ray._common.utils.get_user_temp_dir).
+    """
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
+    with contextlib.suppress(OSError):
+        return sorted(
+            Path(entry.path)
+            for entry in os.scandir(folder)
+            if entry.name.startswith("session_")
+            and entry.is_dir(follow_symlinks=False)
+            and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+        )
+    return []
 
 
 def measure_folders(

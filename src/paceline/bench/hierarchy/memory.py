@@ -21,6 +21,7 @@ import psutil
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 ROUNDS = 7  # of each measurement; the fastest counts, since other programs only slow it down
+FACTOR = 8  # largest part of a cache that is used, relative to the cache below it
 MIN_ROUND_S = 0.002
 LINK_BYTES = 64  # of a link of a chain in memory: 48 bytes, spread over lines of 64 bytes
 MAX_LINKS = 3_000_000
@@ -48,7 +49,11 @@ def list_levels(caches: Path = CACHES) -> list[MemoryLevel]:
         match = re.fullmatch(r"(\d+)([KMG])", size)
         if kind in ("Data", "Unified") and level.isdigit() and match is not None:
             found[int(level)] = int(match[1]) * UNITS[match[2]]
-    levels = [MemoryLevel(f"L{level} cache", size, size // 2) for level, size in sorted(found.items())]
+    levels, below = [], 2**62
+    for number, size_bytes in sorted(found.items()):
+        # a virtual machine reports the whole of a cache that it shares with others
+        levels.append(MemoryLevel(f"L{number} cache", size_bytes, min(size_bytes // 2, below)))
+        below = FACTOR * size_bytes
     largest = max(found.values(), default=2**25)
     affordable = int(psutil.virtual_memory().available // 8)
     return [*levels, MemoryLevel("memory", 0, min(max(4 * largest, 2**28), affordable))]

@@ -1,6 +1,7 @@
 """Advice on what to keep in which directory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from paceline.bench.result import Row
@@ -11,11 +12,21 @@ FEW_CREATES_PER_S = 1000  # below this, many small files are a bad idea
 FEW_WRITES_PER_S = 1000  # each on the disk before the next
 FEW_READS_PER_S = 2000  # at random
 FEW_OPENS_PER_S = 2000
+BACKUPS = {
+    None: "",
+    True: "; backed up: keep code and results here",
+    False: "; not backed up: copy what you keep",
+}
 FILES_OF_ENVIRONMENT = 1300  # that a rank opens to import torch 2.13, counted by strace
 
 
-def give_advice(rows: Sequence[Row]) -> list[Row]:
-    """Return a sentence for each directory, based on its measured rates."""
+def give_advice(
+    rows: Sequence[Row], is_backed_up: Callable[[Path], bool | None] = lambda folder: None
+) -> list[Row]:
+    """Return a sentence for each directory, based on its measured rates.
+
+    is_backed_up: returns what the site file says about a directory, None if nothing.
+    """
     measured: dict[str, dict[str, Any]] = {}
     for row in rows:
         figures = measured.setdefault(str(row["directory"]), {"filesystem": row["filesystem"]})
@@ -29,7 +40,10 @@ def give_advice(rows: Sequence[Row]) -> list[Row]:
         else None
     )
     return [
-        {"directory": name, "advice": _describe(figures, name == fastest)}
+        {
+            "directory": name,
+            "advice": _describe(figures, name == fastest) + BACKUPS[is_backed_up(Path(name))],
+        }
         for name, figures in measured.items()
     ]
 

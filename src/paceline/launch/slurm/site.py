@@ -1,5 +1,6 @@
 """Site: the settings that jobs need at a computing centre, from its site.toml."""
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -56,6 +57,7 @@ class Site(Value):
     interface: str | None = None  # network interface between nodes: ib0
     scratch: str | None = None  # fast folder of each node, with shell variables: $TMPDIR
     stage_in: str | None = None  # tar file that is unpacked to scratch, once on each node
+    backups: Words | None = None  # folders that are backed up, with variables: $HOME; None: unknown
     log: str = "slurm-%j.out"  # file in the run folder, in the syntax of Slurm
     notice_s: int = Field(120, ge=1)  # how long before the time limit a training must save and stop
     sbatch: Words = ()  # further options of sbatch: --exclusive
@@ -94,6 +96,19 @@ class Site(Value):
                         f"sbatch has {word!r}, which conflicts with the job script of Paceline; {fix}"
                     )
         return self
+
+    @model_validator(mode="after")
+    def _backups_are_folders(self) -> Self:
+        if bad := next((folder for folder in self.backups or () if folder[:1] not in ("/", "$")), None):
+            raise ValueError(f"backups must be absolute folders such as '$HOME' or '/store', got {bad!r}")
+        return self
+
+    def is_backed_up(self, path: Path) -> bool | None:
+        """Return whether a path is in a folder with backups; None if the site does not say."""
+        if self.backups is None:
+            return None
+        folders = [os.path.expandvars(folder) for folder in self.backups]
+        return any(path.resolve().is_relative_to(Path(each).resolve()) for each in folders if "$" not in each)
 
 
 def _is_option(word: str, name: str, letter: str) -> bool:

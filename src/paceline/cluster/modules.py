@@ -1,0 +1,75 @@
+"""The modules that a site offers, as Environment Modules and Lmod list them: those that trainings need."""
+
+import re
+from collections.abc import Mapping
+
+from paceline.cluster.machine import OfferedModule
+from paceline.cluster.run_tool import run
+
+# Modules by what they contain: patterns of the first part of a name, without case.
+KINDS: Mapping[str, str] = {
+    "CUDA": r"cuda(toolkit|-toolkit)?|nvhpc(-.*)?",
+    "ROCm": r"rocm(-.*)?|hip",
+    "MPI": r"(openmpi|ompi|mpich|mvapich2?|intelmpi|impi|hpcx|cray-mpich)(-.*)?",
+    "Python": r"(c?python3?|anaconda\d*|miniconda\d*|miniforge\d*|mamba|conda)(-.*)?",
+    "PyTorch": r"(py)?torch(-.*)?",
+    "NCCL": r"(nccl|rccl|aws-ofi-.*)",
+    "containers": r"(apptainer|singularity(ce|-ce|pro)?|podman)",
+}
+# Both systems print the list to standard error. The status distinguishes a machine without modules.
+LIST = "type module > /dev/null 2>&1 || exit 0; module -t avail 2>&1"
+
+
+def list_offered() -> dict[str, tuple[OfferedModule, ...]]:
+    """Return the modules that a login shell can load, by what they contain, in order of their versions.
+
+    Raises ClusterError if the module system fails or does not answer.
+    """
+    return choose_modules(parse_modules(run("bash", "-lc", LIST)))
+
+
+def parse_modules(text: str) -> list[OfferedModule]:
+    """Return the modules in the output of `module -t avail`.
+
+    Folders end with a colon. Lmod adds names without versions, `cuda/`, and names `latest(@cuda/12.8)`.
+    Environment Modules marks with `(default)`, and lists other names of a module in brackets.
+    """
+    modules = []
+    for line in map(str.strip, text.splitlines()):
+        match = re.fullmatch(r"([^\s()@:]+[^\s()@:/])(?:\(([^()]*)\))?", line)
+        if match is None or line.startswith("/") or (match[2] or "").startswith("@"):
+            continue
+        modules.append(OfferedModule(name=match[1], is_default=_has_default(match[2] or "")))
+    return modules
+
+
+def _has_default(symbols: str) -> bool:
+    return "default" in symbols.split(":") or symbols in ("D", "L,D")
+
+
+def choose_modules(modules: list[OfferedModule]) -> dict[str, tuple[OfferedModule, ...]]:
+    """Return the modules that trainings need, by what they contain, in order of their versions."""
+    found: dict[str, set[OfferedModule]] = {}
+    for module in modules:
+        for what, pattern in KINDS.items():
+            if any(re.fullmatch(pattern, part, re.I) for part in _list_stems(module.name)):
+                found.setdefault(what, set()).add(module)
+    return {
+        what: tuple(sorted(found[what], key=lambda module: _version_key(module.name)))
+        for what in KINDS
+        if what in found
+    }
+
+
+def _list_stems(name: str) -> list[str]:
+    """Return the names of a module without its version: compilers/gcc/openmpi/4.1 has `openmpi`, too."""
+    parts = name.split("/")
+    return parts[:-1] if len(parts) > 1 else parts
+
+
+def _version_key(name: str) -> list[tuple[int, int, str]]:
+    """Return a key by which 12.10 follows 12.8."""
+    return [
+        (1, int(part), "") if part.isdigit() else (0, 0, part.lower())
+        for part in re.findall(r"\d+|[^\d./-]+", name)
+    ]
