@@ -19,7 +19,7 @@ from paceline.lesson.blocks import (
     LessonText,
     format_value,
 )
-from paceline.lesson.catalogue import ORDER, find_exercise, find_lesson
+from paceline.lesson.catalogue import CHAPTERS, ORDER, find_exercise, find_lesson
 from paceline.lesson.exercise import check_exercise, format_exercise, read_cell
 from paceline.lesson.html_page import build_page
 from paceline.lesson.notebook import build_notebook
@@ -54,10 +54,18 @@ def solution_of(name: str) -> str:
 
 def test_list_names_every_lesson_in_order(tmp_path):
     text = succeed("lesson", at=tmp_path).out
-    numbered = re.findall(r"^ +(\d+)  (\S+) +(\S.*)$", text, re.M)
-    assert [name for _, name, _ in numbered] == [*ORDER]
-    assert [int(number) for number, _, _ in numbered] == list(range(1, len(ORDER) + 1))
-    assert {name for name, _ in re.findall(r"^ +\d+  (\S+) +.*\[(exercise)\]$", text, re.M)} == {*EXERCISES}
+    numbered = re.findall(r"^ +(\d+) ([* ]) (\S+) +(\S.*)$", text, re.M)
+    assert [name for _, _, name, _ in numbered] == [*ORDER]
+    assert [int(number) for number, *_ in numbered] == list(range(1, len(ORDER) + 1))
+    assert {name for _, mark, name, _ in numbered if mark == "*"} == {*EXERCISES}
+    assert "* has an exercise" in text
+    assert max(map(len, text.splitlines())) <= 80
+    lines = text.splitlines()
+    for chapter in CHAPTERS:
+        first = lines.index(chapter.title) + 1
+        listed = lines[first : first + len(chapter.names) + 1]
+        assert [line[7:].split()[0] for line in listed[:-1]] == [*chapter.names]
+        assert listed[-1] == ""
 
 
 def test_a_number_of_the_list_names_a_lesson():

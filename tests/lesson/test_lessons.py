@@ -166,7 +166,7 @@ def test_comparison_finds_a_wrong_value() -> None:
 
 
 def test_each_file_is_a_lesson_of_the_course() -> None:
-    lessons, exercises = (list(folder.glob("[a-z]*.py")) for folder in (COURSE, EXERCISES))
+    lessons, exercises = (list(folder.rglob("[a-z]*.py")) for folder in (COURSE, EXERCISES))
     assert {path.stem for path in lessons} == {name.replace("-", "_") for name in ORDER}
     assert {path.stem for path in exercises} <= {name.replace("-", "_") for name in ORDER}
     assert {*EXPECTED} == {*ORDER}

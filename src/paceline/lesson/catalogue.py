@@ -1,49 +1,53 @@
 """The lessons in the order of a course."""
 
 import difflib
+from dataclasses import dataclass
 from functools import cache
 
 from paceline.errors import SpecError
 from paceline.lesson.cells import COURSE, EXERCISES, LessonFile, read_lesson
 
-# names in the order of a course, by part
-PARTS = {
-    "Why": ("growth", "machine"),
-    "Processes and communication": (
-        "ranks",
-        "point-to-point",
-        "collectives",
-        "ring-all-reduce",
-        "bandwidth",
-        "overlap",
+
+@dataclass(frozen=True)
+class Chapter:
+    """A chapter of the course: its folder in `lesson/course`, and the names of its lessons in order."""
+
+    title: str
+    folder: str
+    names: tuple[str, ...]
+
+
+CHAPTERS = (
+    Chapter("Why training is distributed", "motivation", ("growth", "machine")),
+    Chapter(
+        "Processes and messages",
+        "communication",
+        ("ranks", "point-to-point", "collectives", "ring-all-reduce", "bandwidth", "overlap"),
     ),
-    "Training on several ranks": (
-        "data-parallel",
-        "mistakes",
-        "zero",
-        "tensor-parallel",
-        "pipeline",
-        "context-parallel",
-        "mesh",
-        "local-sgd",
-        "parameter-server",
-        "rpc",
-        "large-batch",
+    Chapter("Which computations parallelize", "dependencies", ("products", "recurrent")),
+    Chapter(
+        "Data parallelism",
+        "data_parallelism",
+        ("data-parallel", "mistakes", "large-batch", "mixed-precision"),
     ),
-    "Numbers and dependencies": (
-        "mixed-precision",
-        "products",
-        "recurrent",
+    Chapter(
+        "Models that do not fit on one device",
+        "model_parallelism",
+        ("zero", "tensor-parallel", "pipeline", "context-parallel", "mesh"),
     ),
-    "Running it": (
-        "planning",
-        "data-loading",
-        "profiling",
-        "checkpoint",
-        "scaling",
+    Chapter(
+        "Training that waits less",
+        "asynchronous",
+        ("local-sgd", "rpc", "parameter-server"),
     ),
-}
-ORDER = tuple(name for names in PARTS.values() for name in names)
+    Chapter(
+        "Running it",
+        "operation",
+        ("planning", "data-loading", "profiling", "checkpoint", "scaling"),
+    ),
+)
+FOLDERS = {name: chapter.folder for chapter in CHAPTERS for name in chapter.names}
+ORDER = tuple(FOLDERS)
 
 
 @cache
@@ -58,7 +62,7 @@ def find_lesson(name: str) -> LessonFile:
         near = difflib.get_close_matches(name, ORDER, 1)
         hint = f"did you mean {near[0]}?" if near else "run: paceline lesson"
         raise SpecError(f"no such lesson: {name!r:.60}; {hint}")
-    return read_lesson(COURSE / f"{name.replace('-', '_')}.py")
+    return read_lesson(COURSE / FOLDERS[name] / f"{name.replace('-', '_')}.py")
 
 
 @cache
@@ -69,27 +73,27 @@ def find_exercise(name: str) -> LessonFile | None:
 
 
 def format_list() -> str:
-    """Return the list of lessons, by part, with their numbers and titles."""
+    """Return the list of lessons, by chapter, with their numbers and titles."""
     width = max(map(len, ORDER))
     lines, number = [], 0
-    for part, names in PARTS.items():
-        lines.append(f"{part}")
-        for name in names:
+    for chapter in CHAPTERS:
+        lines.append(chapter.title)
+        for name in chapter.names:
             number += 1
-            mark = "exercise" if find_exercise(name) is not None else ""
-            lines.append(
-                f"  {number:2}  {name:{width}}  {find_lesson(name).title}{f' [{mark}]' * bool(mark)}"
-            )
+            mark = " " if find_exercise(name) is None else "*"
+            lines.append(f"  {number:2} {mark} {name:{width}}  {find_lesson(name).title}")
         lines.append("")
-    lines.append("Run a lesson:        paceline lesson collectives --ranks 4")
-    lines.append("Write it as a page:  paceline lesson collectives --html lesson.html")
-    lines.append("Do an exercise:      paceline lesson data-parallel --exercise my.py")
-    lines.append("Check your solution: paceline lesson data-parallel --check my.py")
-    lines.append("")
-    lines.append(
-        "A lesson runs its code on processes of this machine. The answers to its questions are at its end."
-    )
-    lines.append(
-        "To begin with: ranks, point-to-point, collectives, data-parallel. A number works as a name."
-    )
-    return "\n".join(lines)
+    return "\n".join(lines) + END
+
+
+END = """\
+* has an exercise
+
+Run a lesson:        paceline lesson collectives --ranks 4
+Write it as a page:  paceline lesson collectives --html lesson.html
+Do an exercise:      paceline lesson data-parallel --exercise my.py
+Check your solution: paceline lesson data-parallel --check my.py
+
+A lesson runs its code on processes of this machine. Its questions are answered
+at its end. A number works as a name. To begin with: ranks, point-to-point,
+collectives, data-parallel."""

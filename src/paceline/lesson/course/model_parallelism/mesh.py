@@ -1,4 +1,4 @@
-"""Device mesh: combine data, pipeline and tensor parallelism.
+"""Device mesh: several kinds of parallelism at once.
 
 Large models need several kinds of parallelism at once. Ranks are then arranged in a grid, the **device
 mesh**, with an axis for each kind. A rank communicates with the ranks of its row for one purpose, and of

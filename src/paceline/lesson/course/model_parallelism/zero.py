@@ -1,4 +1,4 @@
-"""ZeRO by hand: shard optimizer state, gradients and weights.
+"""ZeRO by hand: shard moments, gradients and weights.
 
 Data parallel training keeps everything n times: weights, gradients and the two moments of Adam. ZeRO
 keeps each number on one rank only, and sends it when it is needed. Stage 1 shards the optimizer state,

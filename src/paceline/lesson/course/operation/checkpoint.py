@@ -1,4 +1,4 @@
-"""Checkpoint, kill, resume: the same training as without a break.
+"""Checkpoint, kill, resume: the same training.
 
 A long training will be interrupted: a time limit, a broken node, a spot machine. A **checkpoint** has
 all that the next step depends on. The test is simple: kill it, resume it, and compare every number with

@@ -1,4 +1,4 @@
-"""Remote procedure calls by hand: RRef and distributed autograd.
+"""Remote calls by hand: RRef and distributed autograd.
 
 In a collective, all ranks do the same at the same time. With a **remote procedure call** (RPC), a rank
 lets another one compute something, and the other need not know when. Parameter servers and models that

@@ -1,4 +1,4 @@
-"""Context parallelism by hand: a ring of keys and values for long sequences.
+"""Context parallelism by hand: attention around a ring.
 
 Attention needs all keys and values for each query. If one sequence is too long for one device, each rank
 keeps a part of it: its queries stay, and the keys and values travel around a ring.

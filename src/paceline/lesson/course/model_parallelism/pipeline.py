@@ -1,4 +1,4 @@
-"""Pipeline parallelism by hand: layers on different ranks, forward and backward.
+"""Pipeline parallelism by hand: layers on different ranks.
 
 Rank r has stage r of the model. It receives activations from the previous rank and sends its own to the
 next; gradients travel back. With one batch, only one rank works at a time. Cut into **micro-batches**,

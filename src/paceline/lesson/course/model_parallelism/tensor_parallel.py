@@ -1,4 +1,4 @@
-"""Tensor parallelism by hand: split a weight by columns and rows, forward and backward.
+"""Tensor parallelism by hand: columns and rows of weights.
 
 A layer that is too large for one device is cut. Every rank has all samples, but only a part of each
 weight. Here is the MLP of a transformer, Z = gelu(X A) B: A is cut by columns and B by rows, so that

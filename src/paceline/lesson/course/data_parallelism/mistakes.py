@@ -1,4 +1,4 @@
-"""Mistakes of data parallel training: five that raise no error.
+"""Five mistakes of data parallelism that raise no error.
 
 Each of these programs runs to its end. Only the numbers are wrong. All five appear in course material.
 """

@@ -1,0 +1,1 @@
+"""Data parallelism: equal models, and a part of each batch for every rank."""

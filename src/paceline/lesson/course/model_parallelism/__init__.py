@@ -1,0 +1,1 @@
+"""Models that do not fit on one device, divided over ranks."""

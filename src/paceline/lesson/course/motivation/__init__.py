@@ -1,0 +1,1 @@
+"""Why training is distributed: models that grew, and machines whose memory is a hierarchy."""
