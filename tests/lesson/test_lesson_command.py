@@ -31,6 +31,50 @@ PAGE = read_blocks("docs/lessons.md")
 EXERCISES = tuple(name for name in ORDER if find_exercise(name) is not None)
 # a wrong solution of each exercise: what to replace in the right one, by what, and a word of the message
 WRONG = {
+    "ranks": [
+        ("in NAMES:", "in NAMES[::-1]:", "torchrun in a Slurm job"),
+        ("return 0, 1", "return 1, 1", "without a launcher"),
+        ("int(environment[rank])", "environment[rank]", "srun: rank 1 of 2"),
+        ("return 0, 1", 'return environment["RANK"]', "KeyError"),
+    ],
+    "point-to-point": [
+        ("cells[:1].clone(), dst", "cells[-1:].clone(), dst", "first cell of the next rank"),
+        ("torch.zeros_like(cells[:1])", "torch.ones_like(cells[:1])", "rank 0 has the last cell"),
+    ],
+    "collectives": [
+        ("[float(len(x)), x.sum().item()]", "[1.0, x.mean().item()]", "the mean of all elements"),
+        ("(x.double() - mean)", "(x.double() - x.double().mean())", "the variance of all elements"),
+    ],
+    "mistakes": [
+        ("x[rank::size], y[rank::size]", "x, y", "each is evaluated once"),
+        (" if len(mine) else torch.tensor(0)", "", "with an empty batch"),
+    ],
+    "zero": [
+        ("part / size", "part", "its part of the momentum"),
+        (
+            "dist.reduce_scatter(part, list(gradient.chunk(size)))",
+            "dist.all_reduce(gradient)",
+            "and no all-reduce",
+        ),
+        ("- lr * momentum", "- lr * momentum / size", "the weight of one process"),
+    ],
+    "pipeline": [
+        ("min(stages - rank - 1, microbatches)", "microbatches", "keeps at most 2 - r"),
+        ("min(stages - rank - 1, microbatches)", "0", "it takes"),
+        ("warmup + m)", "m)", "every pass once"),
+    ],
+    "context-parallel": [
+        ("dist.all_reduce(top, op=dist.ReduceOp.MAX)", "pass", "attention over all keys"),
+        ("(scores - top)", "scores", "scale 500"),
+    ],
+    "mixed-precision": [
+        ("if not average.", "if not gradient.", "step 1"),
+        ("return scale / 2", "return scale", "the last rank is inf: scale"),
+    ],
+    "checkpoint": [
+        ('f"{path}.new")\n        os.replace(f"{path}.new", path)', "path)", "if the writer dies"),
+        ("dist.barrier()", "pass", "after save has returned"),
+    ],
     "ring-all-reduce": [
         ("range(size - 1)", "range(size - 2)", "rank 0 has the sum"),
         ("passing = received", "pass", "rank 0 has the sum"),
@@ -88,7 +132,7 @@ def test_a_number_of_the_list_names_a_lesson():
             ("ranks", "--html", "a.html", "--check", "my.py"),
             "--html and --check do different things; give only one",
         ),
-        (("ranks", "--exercise", "my.py"), "the lesson ranks has no exercise; lessons with an exercise: "),
+        (("growth", "--exercise", "my.py"), "the lesson growth has no exercise; lessons with an exercise: "),
         (("zero", "--html", "absent/a.html"), "absent"),
         (("ring-all-reduce", "--check", "absent.py"), "cannot read absent.py: No such file or directory"),
         (("ring-all-reduce", "--check", "broken.py"), "broken.py cannot be run: SyntaxError"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import lesson_concepts
+import lesson_faults
 import lesson_operations
 import lesson_scale
 import lesson_tools
@@ -118,6 +119,9 @@ EXPECTED = {
     "rpc": lesson_tools.expect_rpc,
     "profiling": lesson_tools.expect_profiling,
     "planning": lesson_tools.expect_planning,
+    "streams": lesson_faults.expect_streams,
+    "start-mistakes": lesson_faults.expect_start_mistakes,
+    "split-mistakes": lesson_faults.expect_split_mistakes,
 }  # the tables of each lesson by title; None: a table of text
 
 

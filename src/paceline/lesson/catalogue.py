@@ -22,18 +22,18 @@ CHAPTERS = (
     Chapter(
         "Processes and messages",
         "communication",
-        ("ranks", "point-to-point", "collectives", "ring-all-reduce", "bandwidth", "overlap"),
+        ("ranks", "point-to-point", "collectives", "ring-all-reduce", "bandwidth", "overlap", "streams"),
     ),
     Chapter("Which computations parallelize", "dependencies", ("products", "recurrent")),
     Chapter(
         "Data parallelism",
         "data_parallelism",
-        ("data-parallel", "mistakes", "large-batch", "mixed-precision"),
+        ("data-parallel", "mistakes", "start-mistakes", "large-batch", "mixed-precision"),
     ),
     Chapter(
         "Models that do not fit on one device",
         "model_parallelism",
-        ("zero", "tensor-parallel", "pipeline", "context-parallel", "mesh"),
+        ("zero", "tensor-parallel", "pipeline", "context-parallel", "mesh", "split-mistakes"),
     ),
     Chapter(
         "Training that waits less",

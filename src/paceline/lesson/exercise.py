@@ -6,12 +6,13 @@ from typing import Any
 
 from paceline.errors import Error, SpecError
 from paceline.files import check_target, reason, write_whole
-from paceline.lesson.blocks import Block, LessonClaim
+from paceline.lesson.blocks import Block, LessonClaim, LessonText
 from paceline.lesson.catalogue import ORDER, find_exercise
 from paceline.lesson.cells import LessonCell, LessonFile
 from paceline.lesson.outputs import shown_by
 from paceline.lesson.play import execute
 from paceline.lesson.ranks import use_ranks
+from paceline.user_code import describe_exception
 
 
 def require_exercise(name: str) -> LessonFile:
@@ -35,6 +36,15 @@ def format_exercise(name: str) -> str:
     task = "\n".join(f"# {line}".rstrip() for line in cell.text.splitlines())
     hint = f"# Check it:  paceline lesson {name} --check FILE"
     return f'"""{exercise.title}."""\n\n{task}\n#\n{hint}\n\n{cell.code}\n'
+
+
+def name_exercise(name: str) -> LessonText | None:
+    """Return what the end of a lesson says about its exercise; None if it has none."""
+    exercise = find_exercise(name)
+    if exercise is None:
+        return None
+    title = exercise.title.removeprefix("Exercise: ")
+    return LessonText(f"## Exercise: {title}\n\nWrite the file: `paceline lesson {name} --exercise my.py`")
 
 
 def write_exercise(name: str, path: Path) -> None:
@@ -69,12 +79,11 @@ def check_exercise(name: str, path: Path, ranks: int) -> tuple[list[str], str | 
     with use_ranks(ranks), shown_by(collect, has_pictures=False):
         try:
             execute(grade, f"grade of {name}", names)
-        except AssertionError as error:
-            return claims, str(error)
-        except Error as error:
-            if "NotImplementedError" in str(error):
+        except Exception as error:  # of the student's code
+            if "NotImplementedError" in f"{type(error).__name__}: {error}":
                 return claims, "the function is not written yet"
-            return claims, str(error)
+            is_message = isinstance(error, AssertionError | Error)
+            return claims, str(error) if is_message else describe_exception(error)
     return claims, None
 
 
@@ -88,7 +97,5 @@ def _run_file(path: Path) -> dict[str, Any]:
     try:
         exec(compile(source, str(path), "exec"), names)
     except Exception as error:  # of the student's code
-        from paceline.user_code import describe_exception
-
         raise SpecError(f"{path} cannot be run: {describe_exception(error)}") from error
     return names

@@ -1,5 +1,6 @@
 """The blocks of a lesson as text for a terminal."""
 
+import itertools
 import re
 import textwrap
 
@@ -15,7 +16,8 @@ from paceline.lesson.blocks import (
     format_value,
 )
 
-WIDTH = 96
+WIDTH = 80
+MIN_CELL = 12  # to which a column of a wide table may shrink
 
 
 def format_block(block: Block) -> str:
@@ -63,16 +65,40 @@ def _wrap(paragraph: str) -> str:
 
 
 def format_table(shown: LessonTable) -> str:
-    """Return a table with its title; numbers are aligned on the right."""
-    cells = [list(map(format_value, row)) for row in shown.rows]
-    widths = [max(map(len, column)) for column in zip(shown.headers, *cells, strict=True)]
-    is_text = [any(isinstance(row[at], str) for row in shown.rows) for at in range(len(widths))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if text else cell.rjust(width)
-            for cell, width, text in zip(row, widths, is_text, strict=True)
-        ).rstrip()
-        for row in (list(shown.headers), *cells)
+    """Return a table with its title; numbers are aligned on the right, and long cells are wrapped."""
+    texts = [list(shown.headers), *(list(map(format_value, row)) for row in shown.rows)]
+    widths = _fit([max(map(len, column)) for column in zip(*texts, strict=True)])
+    is_text = [
+        any(
+            isinstance(row[at], str) or len(cells[at]) > width
+            for row, cells in zip(shown.rows, texts[1:], strict=True)
+        )
+        for at, width in enumerate(widths)
     ]
-    lines.insert(1, "  ".join("─" * width for width in widths))
+    lines = [line for cells in texts for line in _format_row(cells, widths, is_text)]
+    height = len(_format_row(texts[0], widths, is_text))
+    lines.insert(height, "  ".join("─" * width for width in widths))
     return "\n".join([shown.title, *(f"  {line}" for line in lines)]) + "\n\n"
+
+
+def _fit(widths: list[int]) -> list[int]:
+    """Return the widths of columns, of which the widest are reduced until a line fits into WIDTH."""
+    widths = list(widths)
+    while sum(widths) + 2 * len(widths) > WIDTH and max(widths) > MIN_CELL:
+        widths[widths.index(max(widths))] -= 1
+    return widths
+
+
+def _format_row(cells: list[str], widths: list[int], is_text: list[bool]) -> list[str]:
+    """Return the lines of a row: as many as its longest cell needs."""
+    wrapped = [
+        textwrap.wrap(cell, width, break_long_words=len(cell) > width) or [""]
+        for cell, width in zip(cells, widths, strict=True)
+    ]
+    return [
+        "  ".join(
+            part.ljust(width) if text else part.rjust(width)
+            for part, width, text in zip(parts, widths, is_text, strict=True)
+        ).rstrip()
+        for parts in itertools.zip_longest(*wrapped, fillvalue="")
+    ]

@@ -8,6 +8,7 @@ from paceline.errors import SpecError
 from paceline.files import check_target, write_whole
 from paceline.lesson.blocks import Block, LessonClaim, LessonPicture, LessonQuestion
 from paceline.lesson.cells import LessonFile
+from paceline.lesson.exercise import name_exercise
 from paceline.lesson.html_page import build_page
 from paceline.lesson.play import play
 from paceline.lesson.terminal_text import format_block, format_text
@@ -37,6 +38,8 @@ def print_lesson(lesson: LessonFile, ranks: int) -> None:
         print("Answers\n-------")
     for number, question in enumerate(questions, 1):
         print(format_text(f"{number}. {question.answer}"), end="")
+    if (exercise := name_exercise(lesson.name)) is not None:
+        print(f"\n{format_text(exercise.text)}", end="")
 
 
 def write_html(lesson: LessonFile, ranks: int, path: Path) -> str:
@@ -50,6 +53,8 @@ def write_html(lesson: LessonFile, ranks: int, path: Path) -> str:
     begin = time.perf_counter()
     play(lesson, ranks, blocks.append, has_pictures=True)
     duration_s = time.perf_counter() - begin
+    if (exercise := name_exercise(lesson.name)) is not None:
+        blocks.append(exercise)
     subtitle = f"A lesson of Paceline. The values below come from a run on {several(ranks, 'rank')}."
     write_whole(path, build_page(lesson.title, subtitle, blocks), SpecError)
     claims = sum(isinstance(block, LessonClaim) for block in blocks)

@@ -44,9 +44,14 @@ def _measure_memory() -> Iterator[Row | str]:
     levels = list_levels()
     if len(levels) == 1:
         yield "the system reports no sizes of caches: only the memory is measured"
+    latencies_s: dict[int, float] = {}  # of chains; those of the largest levels are the same chain
     for at, level in enumerate(levels):
-        # by definition: the time of the nearest cache is subtracted
-        latency_s = measure_latency_s(level) if at or len(levels) == 1 else None
+        latency_s = None  # by definition: the time of the nearest cache is subtracted
+        if at or len(levels) == 1:
+            chain_bytes = min(level.used_bytes, MAX_LINKS * LINK_BYTES)
+            if chain_bytes not in latencies_s:
+                latencies_s[chain_bytes] = measure_latency_s(level)
+            latency_s = latencies_s[chain_bytes]
         yield _row(level.name, level.size_bytes or level.used_bytes, measure_copy_Bps(level), latency_s)
         if not holds_chain(level):
             yield (

@@ -22,6 +22,7 @@ CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 ROUNDS = 7  # of each measurement; the fastest counts, since other programs only slow it down
 FACTOR = 8  # largest part of a cache that is used, relative to the cache below it
+MIN_ROUNDS, ENOUGH_S = 3, 0.5  # fewer rounds, if they have taken this long
 MIN_ROUND_S = 0.002
 LINK_BYTES = 64  # of a link of a chain in memory: 48 bytes, spread over lines of 64 bytes
 MAX_LINKS = 3_000_000
@@ -75,13 +76,16 @@ def _measure_fastest(source: "np.ndarray", target: "np.ndarray") -> float:
     np.copyto(target, source)
     began = time.perf_counter()
     np.copyto(target, source)
-    count = max(1, int(MIN_ROUND_S / max(time.perf_counter() - began, 1e-7)))
-    fastest = float("inf")
-    for _ in range(ROUNDS):
+    fastest = spent_s = max(time.perf_counter() - began, 1e-7)  # the first round, of one copy
+    count = max(1, int(MIN_ROUND_S / fastest))
+    for done in range(1, ROUNDS):
+        if done >= MIN_ROUNDS and spent_s > ENOUGH_S:
+            break
         began = time.perf_counter()
         for _ in itertools.repeat(None, count):
             np.copyto(target, source)
-        fastest = min(fastest, (time.perf_counter() - began) / count)
+        round_s = time.perf_counter() - began
+        fastest, spent_s = min(fastest, round_s / count), spent_s + round_s
     return fastest
 
 

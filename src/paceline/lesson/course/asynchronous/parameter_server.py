@@ -1,4 +1,4 @@
-"""A parameter server: train without waiting for each other.
+"""A parameter server: train without waiting.
 
 In synchronous training, the slowest rank decides. With a **parameter server**, rank 0 keeps the weights.
 A worker fetches them, computes a gradient and sends it, whenever it is ready. Nobody waits, but a

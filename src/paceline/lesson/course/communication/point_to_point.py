@@ -1,4 +1,4 @@
-"""Point-to-point messages: send and receive, blocking or not.
+"""Point-to-point messages: blocking or not.
 
 A message goes from one rank to another. The sender names the receiver, the receiver names the sender,
 and both must use tensors of the same shape and type. All other communication can be built from such

@@ -1,4 +1,4 @@
-"""Data parallelism by hand: other samples, equal gradients.
+"""Data parallelism by hand: equal gradients.
 
 In data parallel training, every rank has the whole model and a part of the batch. The local losses and
 gradients differ. After an average over ranks, all gradients are equal, and so are all weights after the

@@ -1,4 +1,4 @@
-"""Three matrix products: what must wait, and what must move.
+"""Three matrix products: who waits, and what moves.
 
 A = B·C, D = E·F, G = A·D. Two products are independent, the third needs both. This small graph has all
 questions of parallel computing: who computes what, who waits for whom, and which data moves.
