@@ -14,7 +14,7 @@ test: install lint  ## the test suite, without the long sweeps
 test-fast: install lint  ## the tests that start no training processes and no other programs
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not (slow or processes or slurm or mpi or ray or network or browser or ssh or docs)"
 
-test-all: install lint  ## with the long sweeps
+test-all: install .venv/compare lint  ## with the long sweeps, and the tools that Paceline is compared with
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m ""
 
 lint: install
@@ -49,6 +49,12 @@ install: .venv/installed
 .venv/installed: .venv/paceline
 	@echo "Installing what tests and linters need into .venv: about 0.3 GB to download."
 	$(PIP) ".[dev,docs]"
+	touch $@
+
+# The tools of "Coming from …" and of the adapters, and JupyterLab. DeepSpeed is built from source and left out.
+.venv/compare: .venv/installed
+	@echo "Installing the tools that tests compare with into .venv: about 30 MB to download."
+	$(PIP) ".[compare]"
 	touch $@
 
 .venv/docs: .venv/paceline

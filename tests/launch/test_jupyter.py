@@ -102,7 +102,7 @@ def test_jupyter_answers_its_user_only(tmp_path):
         (tmp_path / "site.toml").write_text(f'venv = "{bare}"\n')
         failed = submit(slurm, tmp_path, "submit", "--jupyter", "--run-dir", "none")
         assert failed.returncode == 2
-        assert "pip install jupyterlab" in failed.stderr
+        assert "pip install 'paceline[jupyter]'" in failed.stderr
 
 
 def test_the_script_is_bash_without_the_token_and_without_requeueing():

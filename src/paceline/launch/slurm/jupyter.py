@@ -92,5 +92,5 @@ def _read_last_line(folder: Path) -> str:
     logs = sorted(path for path in folder.iterdir() if path.name not in (TOKEN, SCRIPT))
     text = "\n".join(path.read_text(errors="replace") for path in logs if path.is_file()).strip()
     if re.search(r"No module named '?jupyterlab", text):
-        return "; its Python has no JupyterLab: run pip install jupyterlab in the environment of the job"
+        return "; its Python has no JupyterLab; run there: pip install 'paceline[jupyter]'"
     return f": {text.splitlines()[-1]}" if text else ""

@@ -26,6 +26,30 @@ lines = [
 rows("Formats", ("format", "bits", "step after 1", "largest", "smallest normal"), lines)
 
 # %%
+# ## TF32: the fraction of a product is cut
+#
+# A device that multiplies in TF32 rounds both factors to 10 bits of fraction, and adds up in float32. The
+# tensors remain float32, so nothing in the program shows it: `torch.backends.cuda.matmul.fp32_precision`
+# decides. Rounding by hand gives the error that the device would make, without the device.
+
+
+def round_fraction(x, bits):
+    """Round a float32 tensor to this number of bits of fraction; float32 has 23, bfloat16 has 7."""
+    unit = 1 << (23 - bits)
+    return ((x.view(torch.int32) + unit // 2) & -unit).view(torch.float32)
+
+
+draw_factors = torch.Generator().manual_seed(0)
+a, b = torch.rand(2, 64, 64, generator=draw_factors)
+exact, errors = a.double() @ b.double(), []
+for name, bits in (("float32", 23), ("TF32", 10), ("bfloat16", 7)):
+    product = round_fraction(a, bits).double() @ round_fraction(b, bits).double()
+    errors.append((name, bits, ((product - exact) / exact).abs().max().item()))
+rows("Largest relative error of a product of 64 terms", ("factors", "bits", "error"), errors)
+check("7 bits of fraction are bfloat16", round_fraction(a, 7), a.bfloat16().float())
+check("the error of TF32 is between the others", errors[0][2] < errors[1][2] < errors[2][2])
+
+# %%
 # ## Small updates vanish: keep main weights in float32
 #
 # 1 + 0.001 is 1 in bfloat16. A weight of 1 never changes, however many steps are made. So the optimizer

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import gelu
 
-from paceline.lesson import ask, check, num_ranks, run, table
+from paceline.lesson import ask, check, num_ranks, picture, run, table
 
 WIDTH, HIDDEN, BATCH = 4, 12, 3
 n = num_ranks()
@@ -84,23 +84,13 @@ def split_model(copies=True):
     partial = hidden @ b
     z = SumOverRanks.apply(partial)
     z.square().sum().backward()
-    return {
-        "z": z.detach(),
-        "x": x.grad,
-        "a": a.grad,
-        "b": b.grad,
-        "partial": partial.detach(),
-        "shape": list(a.shape),
-    }
+    return {"z": z.detach(), "x": x.grad, "a": a.grad, "b": b.grad, "partial": partial.detach()}
 
 
 whole, split = whole_model(), run(split_model)
 table(
     "First row of the output: each rank has a partial sum, and then the whole",
-    [
-        {"columns of A": line["shape"][1], "partial": line["partial"][0], "sum": line["z"][0]}
-        for line in split
-    ],
+    [{"columns of A": r["a"].shape[1], "partial": r["partial"][0], "sum": r["z"][0]} for r in split],
 )
 parts_a, parts_b = whole["a"].tensor_split(n, dim=1), whole["b"].tensor_split(n, dim=0)
 for rank, line in enumerate(split):
@@ -111,7 +101,6 @@ for rank, line in enumerate(split):
 
 # %%
 # ## Without CopyToRanks
-
 wrong = run(split_model, False)
 table(
     "First row of the gradient of X",
@@ -127,6 +116,19 @@ check(
     [n == 1] * n,
 )
 check("its parts add up to the right gradient", sum(line["x"] for line in wrong), whole["x"], 1e-10)
+
+
+@picture("Above: partial outputs and their sum. Below: partial gradients of X and their sum", height=3.0)
+def draw_parts(figure):
+    panels = figure.subplots(2, n + 1)
+    for key, name, lines, row in (("partial", "Z", split, panels[0]), ("x", "gradient", wrong, panels[1])):
+        parts = [line[key] for line in lines]
+        titles = [*(f"{name}, rank {rank}" for rank in range(n)), f"{name}, sum"]
+        for axes, values, title in zip(row, [*parts, sum(parts)], titles, strict=True):
+            axes.imshow(values, cmap="RdBu", vmin=-9, vmax=9)
+            axes.set(xticks=[], yticks=[])
+            axes.set_title(title, fontsize=9)
+
 
 # %%
 # ## What it costs
