@@ -231,6 +231,16 @@ REFUSED = {
         "def training_step(self, batch, batch_idx):\n        return self(batch[0]).mean() * (batch_idx % 2)",
         "uses batch_idx",
     ),
+    "maximum": (
+        "def validation_step(self, batch, batch_idx):\n"
+        "        self.log('worst', self(batch[0]).max(), reduce_fx='max')",
+        "log('worst', reduce_fx=max): Paceline averages",
+    ),
+    "several": (
+        "def validation_step(self, batch, batch_idx, dataloader_idx):\n        return None",
+        "validation_step takes dataloader_idx",
+    ),
+    "model": ("def configure_model(self): pass", "build the layers in __init__"),
     "loaders": (
         "def training_step(self, batch, batch_idx, optimizer_idx):\n        return self(batch[0]).mean()",
         "training_step takes optimizer_idx",
@@ -259,7 +269,7 @@ def test_what_needs_the_trainer_is_refused_by_name(case, tmp_path, monkeypatch):
             return names["Mine"](4)
 
         def dataset(self, split):
-            return names["samples"](8, 1) if split == "train" else None
+            return names["samples"](8, 1) if split in ("train", "validation") else None
 
     from paceline import Spec, train
 
@@ -317,3 +327,54 @@ def test_factors_are_those_of_a_stepped_scheduler():
     factors = SchedulerFactors(build()[1], "configure_optimizers of Mine")
     assert factors.after(7) == pytest.approx(expected[7])
     assert [factors.after(steps) for steps in range(8)] == pytest.approx(expected)
+
+
+DATA = """
+class Points(L.LightningDataModule):
+    def __init__(self, **options):
+        super().__init__()
+        self.options, self.stages = options, []
+
+    def setup(self, stage):
+        self.stages.append(stage)
+        self.points = samples(16, 1)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(self.points, **({"batch_size": 4, "shuffle": True} | self.options))
+
+    def val_dataloader(self):
+        return [torch.utils.data.DataLoader(self.points)] * 2
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_samples_of_a_data_module():
+    from paceline.adapters.lightning_data import read_split
+
+    names: dict = {"__name__": "lit"}
+    exec(MODULE + DATA, names)
+    points = names["Points"]
+    data = points()
+    assert read_split(data, "train") is data.points
+    assert data.stages == ["fit"]
+    assert [read_split(points(), split) for split in ("test", "other")] == [None, None]
+
+    def flip(samples):
+        return torch.utils.data.default_collate(samples[::-1])
+
+    assert len(read_split(points(collate_fn=flip), "train", collate_fn=flip)) == 16
+    whole = names["L"].LightningDataModule.from_datasets(names["samples"](8, 1))
+    assert len(read_split(whole, "train")) == 8
+    assert read_split(whole, "validation") is None
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * 16, 16)
+    hooked = type("Hooked", (points,), {"on_after_batch_transfer": lambda self, batch, index: batch})
+    for data, split, words in (
+        (points(collate_fn=flip), "train", "has a collate_fn, which the task does not call"),
+        (points(sampler=sampler, shuffle=None), "train", "has the sampler WeightedRandomSampler"),
+        (points(batch_size=None, shuffle=None), "train", "makes its own batches"),
+        (points(), "validation", "returns list, not a DataLoader"),
+        (hooked(), "train", "Hooked defines on_after_batch_transfer"),
+        (object(), "train", "needs a LightningDataModule, got object"),
+    ):
+        with pytest.raises(TaskError, match=re.escape(words)):
+            read_split(data, split)

@@ -170,6 +170,7 @@ def test_other_models_are_refused(common):
 
     small = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = common["BertConfig"](**small, intermediate_size=8)
+    refuse("gpt2", "model must be a model, got the name 'gpt2'; load it")
     refuse(nn.Linear(1, 1), "a model of transformers is required, got Linear")
     refuse(BertModel(config), "BertModel has the loss of its own code")
     refuse(BertForQuestionAnswering(config), "has the loss ForQuestionAnswering, which is not known")

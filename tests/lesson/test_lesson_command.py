@@ -59,8 +59,8 @@ WRONG = {
         ("- lr * momentum", "- lr * momentum / size", "the weight of one process"),
     ],
     "pipeline": [
-        ("min(stages - rank - 1, microbatches)", "microbatches", "keeps at most 2 - r"),
-        ("min(stages - rank - 1, microbatches)", "0", "it takes"),
+        ("min(stages - rank - 1, microbatches)", "microbatches", "keeps at most"),
+        ("min(stages - rank - 1, microbatches)", "0", "it takes as long as"),
         ("warmup + m)", "m)", "every pass once"),
     ],
     "context-parallel": [

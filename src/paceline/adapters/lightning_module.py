@@ -62,7 +62,7 @@ def adapt(module: Any) -> nn.Module:
     check_module(module, base)
     module.__class__ = _adapted_class(kind)
     module._trainer = NoTrainer(kind.__name__)
-    module._in_step = False
+    module._in_step = module._in_validation = False
     adapted: nn.Module = module
     return adapted
 
@@ -145,6 +145,7 @@ class _StepAsForward:
     """Methods that come before those of the user's LightningModule."""
 
     _in_step: bool
+    _in_validation: bool
     training: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +170,9 @@ class _StepAsForward:
         try:
             loss = None
             if not self.training and _has_validation_step(module):
+                self._in_validation = True
                 loss = _find_loss(_call_step(module.validation_step, batch))
+                self._in_validation = False
                 logged, self._logged = self._logged, {}
             else:
                 logged = {}
@@ -181,11 +184,19 @@ class _StepAsForward:
                         "rank only; return a tensor, or a dict with the key 'loss'"
                     )
         finally:
-            self._in_step, self._logged = False, {}
+            self._in_step, self._in_validation, self._logged = False, False, {}
         return {"loss": loss, "logged": logged}
 
     def log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
         """Keep a value as a metric of the validation; of the training, Paceline reports the losses."""
+        # positional: prog_bar, logger, on_step, on_epoch, reduce_fx
+        reduce_fx = args[4] if len(args) > 4 else kwargs.get("reduce_fx", "mean")
+        if self._in_validation and reduce_fx not in ("mean", "avg", torch.mean):
+            shown = getattr(reduce_fx, "__name__", reduce_fx)
+            raise TaskError(
+                f"log({name!r}, reduce_fx={shown}): Paceline averages over the samples; return the value in "
+                "metrics() of the task, as an accumulator with this reduction"
+            )
         if batch_size is not None and batch_size != self._samples:
             raise TaskError(
                 f"log({name!r}, batch_size={batch_size}) weighs a value by another number than the "
@@ -195,7 +206,9 @@ class _StepAsForward:
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         for name, value in dictionary.items():
-            self.log(name, value, **{key: kwargs[key] for key in ("batch_size",) if key in kwargs})
+            self.log(
+                name, value, **{key: kwargs[key] for key in ("batch_size", "reduce_fx") if key in kwargs}
+            )
 
 
 @functools.cache

@@ -107,6 +107,11 @@ def find_arguments(model: nn.Module) -> frozenset[str]:
 def check_model(model: Any) -> None:
     """Raise TaskError for a model that cannot be built again from its class and its configuration."""
     name = type(model).__name__
+    if isinstance(model, str):
+        raise TaskError(
+            f"model must be a model, got the name {model!r:.60}; load it, for example by "
+            "AutoModelForCausalLM.from_pretrained, or train hf:FOLDER"
+        )
     if not isinstance(model, import_transformers().PreTrainedModel):
         raise TaskError(f"a model of transformers is required, got {name}; write a task (docs/tasks.md)")
     if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
