@@ -56,7 +56,7 @@ WRONG = {
             "dist.all_reduce(gradient)",
             "and no all-reduce",
         ),
-        ("- lr * momentum", "- lr * momentum / size", "the weight of one process"),
+        ("- lr * momentum", "- lr * momentum / size", "its part of the momentum"),
     ],
     "pipeline": [
         ("min(stages - rank - 1, microbatches)", "microbatches", "keeps at most"),

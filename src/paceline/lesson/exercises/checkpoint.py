@@ -46,46 +46,44 @@ import time
 from paceline.lesson import check, num_ranks, run
 
 n = num_ranks()
-folder = tempfile.TemporaryDirectory()
-PATH = os.path.join(folder.name, "last.pt")
 
 
-def try_solution():
+def try_solution(path):
     rank, save_with_torch, written = dist.get_rank(), torch.save, []
 
-    def slow(state, path):
-        written.append(str(path))
+    def slow(state, file):
+        written.append(str(file))
         time.sleep(0.1)  # a rank that does not wait reads too early
-        save_with_torch(state, path)
+        save_with_torch(state, file)
 
     torch.save = slow
-    empty = load(PATH)
+    empty = load(path)
     dist.barrier()
-    save({"step": 1, "weight": torch.ones(2)}, PATH)
-    loaded = load(PATH)
+    save({"step": 1, "weight": torch.ones(2)}, path)
+    loaded = load(path)
     dist.barrier()
     if rank == 0:
 
-        def die(state, path):
-            with open(path, "wb") as file:
-                file.write(b"half")
+        def die(state, file):
+            with open(file, "wb") as half:
+                half.write(b"half")
             raise KeyboardInterrupt
 
         torch.save, barrier = die, dist.barrier
         dist.barrier = lambda: None
         with contextlib.suppress(KeyboardInterrupt):
-            save({"step": 2}, PATH)
+            save({"step": 2}, path)
         dist.barrier = barrier
     dist.barrier()
     try:
-        after = load(PATH)["step"]
+        after = load(path)["step"]
     except Exception as error:
         after = f"{type(error).__name__}"
     return {"empty": empty, "step": loaded and loaded["step"], "written": len(written), "after": after}
 
 
-results = run(try_solution)
-folder.cleanup()
+with tempfile.TemporaryDirectory() as folder:
+    results = run(try_solution, os.path.join(folder, "last.pt"))
 for rank, line in enumerate(results):
     check(f"rank {rank}: load returns None without a checkpoint", line["empty"], None)
     check(f"rank {rank} reads the checkpoint after save has returned", line["step"], 1)

@@ -41,7 +41,7 @@ check("rank r has part r", column(results, "after"), [[10 * r, 10 * r + 1] for r
 # %%
 # ## From all ranks to one: gather and reduce
 #
-# `gather` collects the tensors on one rank. `reduce` adds them up. Only the root has a defined result.
+# `gather` collects the tensors on one rank, the **root**, and `reduce` adds them up there.
 
 
 def gather():

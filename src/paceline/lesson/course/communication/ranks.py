@@ -8,8 +8,9 @@ moves between them only by messages.
 # %%
 # ## One function on every rank
 #
-# `run` starts the processes, calls the function on each, and returns the results by rank. The variable
-# `counter` shows that ranks share no memory: every rank adds to its own copy.
+# `run` starts the processes, calls the function on each, and returns the results by rank. `table` shows
+# them, and `check` compares two values and prints a claim if they are equal. The variable `counter` shows
+# that ranks share no memory: every rank adds to its own copy.
 import os
 
 import torch
