@@ -1,8 +1,9 @@
 """The largest batch that reaches a target accuracy: SGD with linear scaling, LARS and LAMB.
 
 60,000 generated images of 16 × 16 pixels, whose labels a fixed teacher gives; a tenth of the labels is
-random. Each optimizer is compared by `paceline batch-size` over batches that double. The file also
-has the task.
+random. Each optimizer is compared by `paceline batch-size` over batches that double: its learning rate is
+tuned for the smallest batch and scaled by a rule. --tune-from also searches the learning rate of each batch
+from a size on. The file also has the task. With --keep, a command that is repeated continues.
 """
 
 import argparse
@@ -25,9 +26,9 @@ from paceline.tasks.digits import Images
 PIXELS, CLASSES, NOISE = 16 * 16, 10, 0.1
 # Optimizer -> options: the learning rate at the smallest batch, the rule that scales it, and others
 OPTIMIZERS = {
-    "sgd": ("--lr", "0.05", "--set", "schedule.lr_scale=linear"),
+    "sgd": ("--lr", "0.025", "--set", "schedule.lr_scale=linear"),
     "lars": ("--lr", "2.0", "--set", "schedule.lr_scale=sqrt", "--set", "optimizer.no_trust=bias"),
-    "lamb": ("--lr", "0.003", "--set", "schedule.lr_scale=sqrt", "--set", "optimizer.no_trust=bias"),
+    "lamb": ("--lr", "0.004", "--set", "schedule.lr_scale=sqrt", "--set", "optimizer.no_trust=bias"),
 }
 
 
@@ -76,43 +77,44 @@ def label(images: Tensor) -> Tensor:
     return torch.tanh(2 * images.flatten(1) @ first).matmul(second).argmax(1)
 
 
-def compare(task: str, name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def compare(
+    task: str, name: str, options: argparse.Namespace, folder: Path, is_tuned: bool
+) -> dict[str, Any]:
     """Return the results of `paceline batch-size` with an optimizer."""
-    out = folder / f"{name}.json"
-    first = str(parse_counts(options.batches, "--batches")[0])
-    command = [sys.executable, "-m", "paceline", "batch-size", task, "--batches", options.batches]
+    out = folder / f"{name}{'-tuned' if is_tuned else ''}.json"
+    out.unlink(missing_ok=True)
+    batches = parse_counts(options.batches, "--batches")
+    first = str(batches[0])
+    if is_tuned:
+        batches = tuple(batch for batch in batches if batch >= options.tune_from)
+    # The period is that of all batches, so that the tuned trainings continue the same folder.
+    command = [sys.executable, "-m", "paceline", "batch-size", task, "--batches", ",".join(map(str, batches))]
     command += ["--until", f"accuracy>={options.accuracy}", "--epochs", str(options.epochs), "--batch", first]
-    command += ["--set", f"schedule.base_batch={first}"]
-    command += [
-        "--optimizer",
-        name,
-        "--schedule",
-        "cosine",
-        "--set",
-        "schedule.warmup=1 epoch",
-        *OPTIMIZERS[name],
-    ]
+    command += ["--optimizer", name, *OPTIMIZERS[name], "--set", f"schedule.base_batch={first}"]
+    command += ["--schedule", "cosine", "--set", "schedule.warmup=1 epoch"]
     command += ["--ranks", "1", "--run-dir", str(folder / name), "--json", str(out)]
-    done = subprocess.run([*command, *(["--tune"] if options.tune else [])], text=True, capture_output=True)
+    done = subprocess.run([*command, *(["--tune"] if is_tuned else [])], text=True, capture_output=True)
     if not out.exists():
         sys.exit(f"{name}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
     return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
-def print_table(found: dict[str, dict[str, Any]]) -> None:
-    """Print the epochs to the target, or the best accuracy in brackets."""
+def print_table(found: dict[str, dict[str, Any]], heading: str) -> None:
+    """Print the steps to the target and the learning rate, or the best accuracy in brackets."""
     batches = [row["batch"] for row in next(iter(found.values()))["rows"]]
-    print("| batch | " + " | ".join(f"{name}: steps" for name in found) + " |")
+    print(f"\n{heading}\n")
+    print("| batch | " + " | ".join(found) + " |")
     print("| -- |" + " -- |" * len(found))
     for at, batch in enumerate(batches):
         cells = [_cell(results["rows"][at]) for results in found.values()]
         print(f"| {batch:,} | " + " | ".join(cells) + " |")
+    print("| largest batch | " + " | ".join(f"{largest(results):,}" for results in found.values()) + " |")
 
 
 def _cell(row: dict[str, Any]) -> str:
-    return (
-        f"{row['steps']:,.0f}" if row["reached"] else f"({row['best']:.3f})" if row["best"] else "(diverged)"
-    )
+    if row["reached"]:
+        return f"{row['steps']:,.0f} steps, lr {row['lr']:.3g}"
+    return f"({row['best']:.3f}, lr {row['lr']:.3g})" if row["best"] else f"(diverged, lr {row['lr']:.3g})"
 
 
 def largest(results: dict[str, Any]) -> int:
@@ -126,19 +128,21 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--task", default=f"{Path(__file__).resolve()}:Teacher")
     parser.add_argument("--batches", default="64:8192")
-    parser.add_argument("--accuracy", type=float, default=0.75)
+    parser.add_argument("--accuracy", type=float, default=0.65)
     parser.add_argument("--epochs", type=float, default=10)
     parser.add_argument("--optimizers", nargs="*", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tune-from", type=int, metavar="BATCH", help="tune batches from this size on")
     parser.add_argument("--keep", type=Path, help="folder for the trainings, to continue them")
     options = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        found = {name: compare(options.task, name, options, folder) for name in options.optimizers}
-    print_table(found)
-    for name, results in found.items():
-        print(f"{name}: largest batch that reaches {options.accuracy:g}: {largest(results):,}")
+        for is_tuned in (False, True) if options.tune_from is not None else (False,):
+            found = {
+                name: compare(options.task, name, options, folder, is_tuned) for name in options.optimizers
+            }
+            heading = f"accuracy {options.accuracy:g} in {options.epochs:g} epochs, learning rate"
+            print_table(found, f"{heading} {'tuned at each batch' if is_tuned else 'scaled by rule'}")
 
 
 if __name__ == "__main__":
