@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from command import paceline, succeed
 from paceline.batch_size.choose import list_choices, pick_best
 from paceline.batch_size.convergence import Measurement, fit_curve
 from paceline.batch_size.published import find_published
+from paceline.batch_size.report import list_findings
 from paceline.batch_size.result import read_result
 from paceline.batch_size.target import parse_target
 from paceline.cluster.published import find
@@ -17,6 +19,8 @@ from paceline.errors import SpecError
 from paceline.events import Ended, Evaluated, Event, Started, Step
 from paceline.plan.model.library import load_model
 from paceline.plan.search.rank_counts import parse_counts
+from paceline.spec import Optimizer
+from paceline.training.batch_scaling import multiply_rates
 
 ACCURACY = parse_target("accuracy >= 0.9")
 
@@ -195,6 +199,56 @@ def test_an_unknown_metric_can_be_corrected(tmp_path: Path) -> None:
     other = paceline(*words, "--until", "accuracy>=0.2", at=tmp_path)
     assert other.status == 2
     assert "until='accuracy >= 0.2' instead of 'accuracy >= 0.1'" in other.err
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_tune_takes_the_rate_that_reaches_the_target_first(tmp_path: Path) -> None:
+    words = ("--lr", "0.001", "--batch", "64", "--ranks", "1", "--epochs", "3", "--run-dir", "cmp")
+    target = ("--batches", "128", "--until", "accuracy>=0.9", "--tune", "--json", "a.json")
+    done = succeed("batch-size", "digits", *target, *words, at=tmp_path)
+    [row] = json.loads((tmp_path / "a.json").read_text())["rows"]
+    first: dict[float, float] = {}  # factor -> step of the first evaluation that reaches the target
+    for run in tmp_path.glob("cmp/batch-128*"):
+        lines = (run / "events.jsonl").read_text().splitlines()
+        reached = [
+            event["step"]
+            for event in map(json.loads, lines)
+            if event["event"] == "evaluated" and event["metrics"]["accuracy"] >= 0.9
+        ]
+        first[float(run.name.partition("-lr-")[2] or 1)] = min(reached, default=math.inf)
+    assert first.keys() >= {0.5, 1.0, 2.0, 4.0}
+    assert first[row["lr_factor"]] == min(first.values())
+    assert row["lr_factor"] not in (min(first), max(first)), "it continues at the ends"
+    assert row["lr"] == pytest.approx(0.001 * math.sqrt(2) * row["lr_factor"])
+    assert f", learning rate × {row['lr_factor']:g}" in done.out
+
+
+def test_tune_multiplies_all_learning_rates() -> None:
+    groups = {"head.*": {"lr": 0.2}, "bias": {"lr_scale": 3.0}}
+    found = multiply_rates(Optimizer(name="muon", lr=0.1, adamw_lr=0.01, groups=groups), 2.0)
+    assert (found.lr, found.adamw_lr, found.groups["head.*"].lr) == (0.2, 0.02, 0.4)
+    assert found.groups["bias"].lr_scale == 3.0  # relative to lr
+    assert multiply_rates(Optimizer(lr=0.1), 2.0) == Optimizer(lr=0.2)
+
+
+def test_a_rate_at_the_end_of_tune_is_reported() -> None:
+    result = read_result([started(0), evaluated(2, 0.95), Ended(step=2, reason="done")], 8, 0.1, ACCURACY)
+    inside, outside = (replace(result, lr_factor=factor) for factor in (8.0, 16.0))
+    sentence = "batch 8: the best learning rate is 16 times the scaled one, and --tune tries no further"
+    assert not [line for line in list_findings([inside], ACCURACY, None) if "--tune" in line]
+    assert [line for line in list_findings([outside], ACCURACY, None) if line.startswith(sentence)]
+
+
+def test_tune_of_an_optimizer_of_the_task_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(
+        "import torch\nfrom paceline.tasks.digits import Digits\nclass Own(Digits):\n"
+        "    def optimizer(self, params):\n        return torch.optim.SGD([p for _, p in params], lr=0.1)\n"
+    )
+    done = paceline("batch-size", "my.py:Own", "--until", "accuracy>=0.5", "--tune", at=tmp_path)
+    assert done.status == 2
+    assert "--tune changes the learning rate of --lr, which the task's optimizer() does not read" in done.err
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

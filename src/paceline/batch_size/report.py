@@ -8,7 +8,7 @@ from rich.table import Table
 from paceline.batch_size.choose import Choice
 from paceline.batch_size.convergence import ConvergenceCurve, Interval
 from paceline.batch_size.published import PublishedTraining
-from paceline.batch_size.result import BatchResult
+from paceline.batch_size.result import WIDEST, BatchResult
 from paceline.batch_size.target import Target
 from paceline.report.text import format_noise
 from paceline.units import format_seconds, several
@@ -22,7 +22,7 @@ def build_table(results: Sequence[BatchResult], target: Target, curve: Convergen
     for result in results:
         table.add_row(
             f"{result.batch:,}",
-            f"{result.lr:.3g}",
+            f"{result.lr:.3g}" if result.lr is not None else "–",
             f"{result.steps:,.0f}" if result.steps is not None else f"not in {result.done - result.first:,}",
             f"{result.samples:,.0f}" if result.samples is not None else "–",
             f"{curve.form(result.batch):,.0f}" if curve is not None else "–",
@@ -42,6 +42,12 @@ def list_findings(
         + (f"; {result.why}" if result.why else "")
         for result in results
         if result.steps is None
+    ]
+    lines += [
+        f"batch {result.batch:,}: the best learning rate is {result.lr_factor:g} times the scaled one, and "
+        "--tune tries no further; choose another --lr or schedule.lr_scale"
+        for result in results
+        if result.lr_factor in (WIDEST, 1 / WIDEST)
     ]
     if curve is None:
         return [*lines, f"no batch reached {target}; train longer with --epochs, or choose another --until"]
@@ -140,6 +146,7 @@ def _row(result: BatchResult, curve: ConvergenceCurve | None) -> dict[str, Any]:
     return {
         "batch": result.batch,
         "lr": result.lr,
+        "lr_factor": result.lr_factor,
         "reached": result.steps is not None,
         "steps": result.steps,
         "samples": result.samples,

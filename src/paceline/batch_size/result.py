@@ -9,19 +9,21 @@ from paceline.batch_size.target import Target
 from paceline.events import Ended, Evaluated, Event, NoiseMeasured, Started, Step
 
 WARM_UP_STEPS = 3  # of each start, excluded from the time of a step
+WIDEST = 16.0  # factor on the learning rate, up to which --tune continues
 
 
 @dataclass(frozen=True)
 class BatchResult:
     """A training with one batch.
 
-    first: steps before it, of the checkpoint from which it branches. steps: to the target, without these;
-    None if it was not reached. best: value of the metric, at best_step. step_s: median. why: a sentence, if
-    the training ended before its length and without the target.
+    lr: None if the task defines its optimizer. lr_factor: of --tune, on the scaled learning rate. first:
+    steps before it, of the checkpoint from which it branches. steps: to the target, without these; None if
+    it was not reached. best: value of the metric, at best_step. step_s: median. why: a sentence, if the
+    training ended before its length and without the target.
     """
 
     batch: int
-    lr: float
+    lr: float | None
     first: int
     done: int
     steps: float | None
@@ -30,6 +32,7 @@ class BatchResult:
     step_s: float | None
     noise: NoiseMeasured | None = None
     why: str = ""
+    lr_factor: float = 1.0
 
     @property
     def samples(self) -> float | None:
@@ -42,7 +45,7 @@ class BatchResult:
         return self.steps * self.step_s if self.steps is not None and self.step_s is not None else None
 
 
-def read_result(events: Iterable[Event], batch: int, lr: float, target: Target) -> BatchResult:
+def read_result(events: Iterable[Event], batch: int, lr: float | None, target: Target) -> BatchResult:
     """Return the result of a training from its events. A resumed training repeats some steps."""
     first: int | None = None
     begin = done = 0

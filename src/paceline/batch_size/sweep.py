@@ -3,12 +3,13 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from paceline.batch_size.branch import branch, find_branch_point
-from paceline.batch_size.result import BatchResult, read_result
+from paceline.batch_size.result import WIDEST, BatchResult, read_result
 from paceline.batch_size.target import Target
 from paceline.errors import DivergedError, RunError, SpecError
 from paceline.events import Ended, Event, last, read
@@ -16,10 +17,10 @@ from paceline.files import open_regular, write_whole
 from paceline.launch.train_run import train
 from paceline.run import RunFolder, create
 from paceline.spec import Launch, Save, Spec, Stop
+from paceline.task import has_own_optimizer, load_task
 
 STATE = "batch-size.json"  # what the trainings in a folder have in common
 FACTORS = (0.5, 1.0, 2.0)  # on the scaled learning rate, which --tune tries first
-WIDEST = 16.0  # factor, up to which --tune continues
 # Optimizers whose update is proportional to the gradient, so that their learning rate scales linearly
 LINEAR = ("sgd", "asgd", "lars")
 
@@ -43,6 +44,8 @@ class Sweep:
 
     def spec_of(self, batch: int, factor: float = 1.0) -> Spec:
         """Return the request of a training: as many samples, evaluated as often, with a scaled rate."""
+        from paceline.training.batch_scaling import multiply_rates
+
         spec = self.spec
         base = spec.schedule.base_batch or spec.batch
         rule = spec.schedule.lr_scale or ("linear" if spec.optimizer.name in LINEAR else "sqrt")
@@ -53,13 +56,18 @@ class Sweep:
                 "batch": batch,
                 "steps": -(-samples // batch) if samples is not None else None,
                 "schedule": spec.schedule.model_copy(update={"base_batch": base, "lr_scale": rule}),
-                "optimizer": spec.optimizer.model_copy(update={"lr": spec.optimizer.lr * factor}),
+                "optimizer": multiply_rates(spec.optimizer, factor),
                 "stop": Stop(metric=self.target.metric, target=self.target.value),
                 "save": Save(keep=1, minutes=spec.save.minutes, best=self.target.metric),
                 "evaluate_every": max(1, round(self.period / batch)),
                 "profile": False,
             }
         )
+
+    @cached_property
+    def has_own_optimizer(self) -> bool:
+        """Whether the task defines its optimizer, whose learning rates are not those of the request."""
+        return has_own_optimizer(load_task(self.spec.task, self.spec.set))
 
     def path_of(self, batch: int, factor: float = 1.0) -> Path:
         """Return the folder of a training."""
@@ -83,6 +91,11 @@ class Sweep:
         """Create the folder, or check that it is of this request. Raises RunError and SpecError."""
         if not self.spec.batches.is_constant:
             raise SpecError("batch-size compares constant batches; leave out batch_schedule and batch_warmup")
+        if self.tunes and self.has_own_optimizer:
+            raise SpecError(
+                "--tune changes the learning rate of --lr, which the task's optimizer() does not read; leave "
+                "--tune or optimizer() out"
+            )
         for batch in self.batches:
             self.spec_of(batch)
         path = self.folder / STATE
@@ -180,13 +193,13 @@ def _run(sweep: Sweep, batch: int, factor: float, show: Callable[[str, Event | N
             if is_new and run.path.exists():
                 run.delete()
             raise
-    lr = scale_optimizer(spec, spec.optimizer).lr
-    result = read_result(read(run.events), batch, lr, sweep.target)
+    lr = scale_optimizer(spec, spec.optimizer).lr if not sweep.has_own_optimizer else None
+    result = replace(read_result(read(run.events), batch, lr, sweep.target), lr_factor=factor)
     if result.best is None and not why and result.steps is None:
         raise SpecError(
             f"--until {sweep.target}: the evaluations of {run.path} have no {sweep.target.name}, or it is NaN"
         )
-    return result if not why else BatchResult(**{**vars(result), "why": why})
+    return replace(result, why=why) if why else result
 
 
 def _is_complete(run: RunFolder) -> bool:

@@ -199,7 +199,8 @@ def _train(sweep: "Sweep", console: "Console") -> "list[BatchResult]":
         for result in run_sweep(sweep, show):
             results.append(result)
             steps = f"{result.steps:,.0f} steps" if result.steps is not None else "not reached"
-            console.print(f"batch {result.batch:,}: {steps}", markup=False)
+            factor = f", learning rate × {result.lr_factor:g}" if sweep.tunes else ""
+            console.print(f"batch {result.batch:,}: {steps}{factor}", markup=False)
     return results
 
 

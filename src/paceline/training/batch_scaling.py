@@ -37,14 +37,7 @@ def scale_optimizer(spec: Spec, optimizer: Optimizer) -> Optimizer:
     if schedule.base_batch is None:
         return optimizer
     ratio = spec.batch / schedule.base_batch
-    values: dict[str, Any] = {"lr": optimizer.lr * factor}
-    if optimizer.adamw_lr is not None:
-        values["adamw_lr"] = optimizer.adamw_lr * factor
-    if optimizer.groups is not None:
-        values["groups"] = {
-            pattern: group.model_copy(update={"lr": group.lr * factor}) if group.lr is not None else group
-            for pattern, group in optimizer.groups.items()
-        }
+    values: dict[str, Any] = {}
     if schedule.scale_betas:
         values |= _scale_betas(optimizer, ratio)
     if schedule.scale_decay:
@@ -54,6 +47,19 @@ def scale_optimizer(spec: Spec, optimizer: Optimizer) -> Optimizer:
                 f"got {optimizer.name}; leave it out"
             )
         values["weight_decay"] = optimizer.weight_decay * ratio / factor
+    return multiply_rates(optimizer, factor).model_copy(update=values)
+
+
+def multiply_rates(optimizer: Optimizer, factor: float) -> Optimizer:
+    """Return the optimizer with all learning rates multiplied, also those of groups and of AdamW in muon."""
+    values: dict[str, Any] = {"lr": optimizer.lr * factor}
+    if optimizer.adamw_lr is not None:
+        values["adamw_lr"] = optimizer.adamw_lr * factor
+    if optimizer.groups is not None:
+        values["groups"] = {
+            pattern: group.model_copy(update={"lr": group.lr * factor}) if group.lr is not None else group
+            for pattern, group in optimizer.groups.items()
+        }
     return optimizer.model_copy(update=values)
 
 
