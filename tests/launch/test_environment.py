@@ -30,6 +30,7 @@ from paceline.launch.environment.image import (
     write_image_files,
 )
 from paceline.launch.environment.installed import (
+    check_pins,
     find_needed,
     list_extras,
     list_installed,
@@ -178,6 +179,18 @@ def test_requirements_of_the_project(tmp_path, monkeypatch):
         read_requirements()
     with pytest.raises(SpecError, match="no such file: other"):
         read_requirements(Path("other"))
+
+
+def test_a_pinned_version_must_be_the_installed_one():
+    installed = list_installed()
+    numpy, torch = (distribution(name).version for name in ("numpy", "torch"))
+    major = numpy.partition(".")[0]
+    base = torch.partition("+")[0]
+    good = [f"numpy=={numpy}", f"numpy=={major}.*", f"torch=={torch}", f"torch=={base}", "none==1", "rich>=1"]
+    check_pins(good, installed)
+    for bad in ("numpy==0.1", "torch ==99 ; python_version > '3'", f"numpy==1{major}.*", "rich>=1,==0.*"):
+        with pytest.raises(SpecError, match=r"is required, and \w+ \S+ is installed"):
+            check_pins([bad], installed)
 
 
 # bundle

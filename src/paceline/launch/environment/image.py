@@ -18,7 +18,7 @@ from typing import Literal
 
 from paceline.errors import LaunchError
 from paceline.files import check_target, reason, write_whole
-from paceline.launch.environment.installed import list_extras, normalize
+from paceline.launch.environment.installed import check_pins, list_extras, normalize
 from paceline.launch.environment.wheel import is_editable, pack_wheel
 
 ImageDevice = Literal["cuda", "rocm", "cpu"]
@@ -128,10 +128,11 @@ def describe_image(
     installed: Mapping[str, Distribution],
     base: str | None = None,
 ) -> ImageContents:
-    """Return the contents of an image like this environment. Raises LaunchError.
+    """Return the contents of an image like this environment. Raises LaunchError, SpecError.
 
     requirements: of the project; None: it has no list of them.
     """
+    check_pins(requirements or (), installed)
     extras = f"[{','.join(names)}]" if (names := list_extras(installed)) else ""
     pinned = {
         name: package

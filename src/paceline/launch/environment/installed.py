@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
@@ -99,6 +99,26 @@ def _read_project(text: str, file: Path) -> list[str]:
     return listed
 
 
+def check_pins(requirements: Iterable[str], installed: Mapping[str, Distribution]) -> None:
+    """Raise SpecError if a requirement `NAME==VERSION` names another version than the installed one."""
+    for line in requirements:
+        name = parse_requirement(line)[0]
+        for pin in re.findall(r"(?<![=<>!~])==\s*([\w.+!*-]+)", line.partition(";")[0]):
+            if name not in installed:
+                continue
+            version = installed[name].version
+            names = (version, version.partition("+")[0])  # also without the label of a build
+            if pin.endswith(".*"):
+                matches = any(f"{each}.".startswith(pin[:-1]) for each in names)
+            else:
+                matches = pin in names
+            if not matches:
+                raise SpecError(
+                    f"{line} is required, and {name} {version} is installed in this environment; install the "
+                    "required version, or change the requirement"
+                )
+
+
 def list_extras(installed: Mapping[str, Distribution]) -> list[str]:
     """Return the extras of Paceline for users all of whose packages are installed."""
     needed: dict[str, list[str]] = {}
@@ -113,12 +133,12 @@ def list_extras(installed: Mapping[str, Distribution]) -> list[str]:
 
 
 def find_needed(
-    requirements: Iterable[str], installed: Mapping[str, Distribution]
+    requirements: Sequence[str], installed: Mapping[str, Distribution]
 ) -> dict[str, Distribution]:
     """Return the installed packages that requirements need, with what these need, by name.
 
     A requirement that holds only elsewhere, such as on Windows, counts if its package is installed.
-    Raises SpecError if a package of the requirements is not installed.
+    Raises SpecError if a package of the requirements is not installed, or in another version.
     """
     waiting = [parse_requirement(line) for line in requirements]
     for name, _ in waiting:
@@ -127,6 +147,7 @@ def find_needed(
                 f"{name} is required, and not installed in this environment; install it first: "
                 f"pip install {name}{suggest(name, installed)}"
             )
+    check_pins(requirements, installed)
     seen: set[tuple[str, str | None]] = set()
     while waiting:
         name, extras = waiting.pop()
