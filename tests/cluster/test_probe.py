@@ -17,7 +17,7 @@ from paceline.cluster.backends import format_cusparselt, versions
 from paceline.cluster.directories import Mount, examine, find_mount, list_usual, parse_stripes
 from paceline.cluster.facts import Fact
 from paceline.cluster.local_cluster import build_cluster
-from paceline.cluster.machine import Cpu, Machine, MemoryFacts, Quota, Slurm
+from paceline.cluster.machine import Cpu, Machine, MemoryFacts, Quota, Slurm, Torch
 from paceline.cluster.probe import ParallelSources, probe
 from paceline.cluster.published import sheets
 from paceline.cluster.quota import find_quota, parse
@@ -378,6 +378,31 @@ def test_offered_modules(system):
     text = " ".join(text_of(machine(offered_modules=found)).split())
     assert "offered CUDA: cuda/11.8, cuda/12.4" in text
     assert "gcc" not in text
+
+
+def test_proposed_modules_fit_the_installed_torch():
+    rows = modules.parse_modules(recorded("module-avail-environment-modules.txt"))
+    offered = modules.choose_modules(rows)
+    proposed = {
+        versions: modules.propose_modules(offered, *versions)
+        for versions in ((None, None), ("12.6", None), ("11.8", None), ("13.0", None), (None, "6.4"))
+    }
+    mpi = "openmpi/5.0.3-GCC-13.3.0"
+    assert proposed == {
+        (None, None): [mpi],
+        ("12.6", None): ["cuda/12.4", mpi],  # the default, and not the newest
+        ("11.8", None): ["cuda/11.8", mpi],
+        ("13.0", None): [mpi],
+        (None, "6.4"): ["rocm/6.3.0", mpi],
+    }
+    facts = {
+        "offered_modules": offered,
+        "torch": Torch(version="2.13", cuda="12.6", backends=(), communication=()),
+    }
+    assert 'in site.toml: modules = ["cuda/12.4", "openmpi/5.0.3-GCC-13.3.0"]' in " ".join(
+        text_of(machine(**facts)).split()
+    )
+    assert modules.propose_modules({}, "12.6", None) == []
 
 
 @pytest.mark.parametrize("text", ["", "garbage: (\n", "bash: module: command not found\n"])

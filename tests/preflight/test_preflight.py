@@ -155,6 +155,14 @@ def test_modules_are_loaded_in_a_login_shell(folder, monkeypatch):
     assert check_site_file('modules = ["cuda/99"]') == [
         "fails: module load cuda/99: no module cuda/99; module avail lists the modules"
     ]
+    (folder / ".bash_profile").write_text(
+        'module() { [ "$*" != "-t avail" ] && { echo "no module $2"; return 1; }; '
+        "printf 'openmpi/4.1\\ncuda/12.4(default)\\n' >&2; }\n"
+    )
+    assert check_site_file('modules = ["cuda/12.3"]') == [
+        "fails: module load cuda/12.3: no module cuda/12.3; did you mean cuda/12.4?; module avail lists the "
+        "modules"
+    ]
 
 
 def write_program(path: Path, text: str) -> Path:

@@ -25,7 +25,12 @@ def list_offered() -> dict[str, tuple[OfferedModule, ...]]:
 
     Raises ClusterError if the module system fails or does not answer.
     """
-    return choose_modules(parse_modules(run("bash", "-lc", LIST)))
+    return choose_modules(list_modules())
+
+
+def list_modules() -> list[OfferedModule]:
+    """Return all modules that a login shell can load; none without a module system. Raises ClusterError."""
+    return parse_modules(run("bash", "-lc", LIST))
 
 
 def parse_modules(text: str) -> list[OfferedModule]:
@@ -59,6 +64,29 @@ def choose_modules(modules: list[OfferedModule]) -> dict[str, tuple[OfferedModul
         for what in KINDS
         if what in found
     }
+
+
+def propose_modules(
+    offered: Mapping[str, tuple[OfferedModule, ...]], cuda: str | None, rocm: str | None
+) -> list[str]:
+    """Return the names of modules for a site file: compilers of kernels for torch, and an MPI.
+
+    cuda, rocm: the versions for which torch is built; None: it is not. A module fits if its first number is
+    the same. Of several, the default is chosen, else the newest.
+    """
+    proposed = []
+    for what, version in (("CUDA", cuda), ("ROCm", rocm), ("MPI", None)):
+        fitting = [each for each in offered.get(what, ()) if what == "MPI" or _has_major(each.name, version)]
+        if fitting:
+            default = next((each for each in fitting if each.is_default), None)
+            proposed.append((default or fitting[-1]).name)
+    return proposed
+
+
+def _has_major(name: str, version: str | None) -> bool:
+    """Return whether the version in the name of a module begins with the first number of a version."""
+    number = re.search(r"\d+", name.rpartition("/")[2])
+    return version is not None and number is not None and number[0] == version.partition(".")[0]
 
 
 def _list_stems(name: str) -> list[str]:

@@ -1,5 +1,6 @@
 """A machine as text for a terminal."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime
@@ -17,6 +18,7 @@ from paceline.cluster.machine import (
     OfferedModule,
     Quota,
 )
+from paceline.cluster.modules import propose_modules
 from paceline.cluster.published import sheets
 from paceline.cluster.topology import count_gpu_links, find_nearest_nics
 from paceline.units import format_bytes, format_count, several
@@ -51,6 +53,7 @@ def _facts(machine: Machine) -> Table:
         ("within", _surroundings(machine)),
         ("modules", ", ".join(machine.modules)),
         ("offered", _offered(machine.offered_modules)),
+        ("proposed", _proposed(machine)),
         ("CPU", _cpu(machine)),
         ("extensions", ", ".join((*machine.cpu.vector, *machine.cpu.matrix))),
         ("NUMA", _numa(machine.cpu.numa)),
@@ -157,6 +160,14 @@ def _offered(modules: dict[str, tuple[OfferedModule, ...]]) -> str:
         + ", ".join(f"{each.name} (default)" if each.is_default else each.name for each in found[-SHOWN:])
         for what, found in modules.items()
     )
+
+
+def _proposed(machine: Machine) -> str:
+    """Return a line for the site file, with modules that fit this PyTorch."""
+    if machine.torch is None:
+        return ""
+    names = propose_modules(machine.offered_modules, machine.torch.cuda, machine.torch.rocm)
+    return f"in site.toml: modules = {json.dumps(names)}" if names else ""
 
 
 def _links(machine: Machine) -> str:

@@ -8,14 +8,16 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from paceline.cluster.modules import list_modules
 from paceline.distributed.world import read_world
-from paceline.errors import LaunchError
+from paceline.errors import ClusterError, LaunchError
 from paceline.launch.slurm import client as slurm
 from paceline.launch.slurm.job_script import Job, list_options, render
 from paceline.launch.slurm.site import DEFAULT_FILE, Site, read_site
 from paceline.launch.slurm.srun import count_allocated_nodes
 from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import Results, Verdict
+from paceline.spec import suggest
 
 ANSWER_S = 30.0
 NO_MODULE = 97  # exit status
@@ -68,9 +70,21 @@ def _check_modules(names: Sequence[str]) -> Results:
             f"modules {', '.join(names)} were not checked: this machine has no command module",
         )
     elif status or "ERROR" in output:
-        yield "fails", f"{load}: {_last_line(output)}; module avail lists the modules"
+        yield (
+            "fails",
+            f"{load}: {_last_line(output)}{_suggest_modules(names)}; module avail lists the modules",
+        )
     else:
         yield "passes", f"modules {', '.join(names)} can be loaded"
+
+
+def _suggest_modules(names: Sequence[str]) -> str:
+    """Return a question with the modules that are most similar to those that the machine lacks."""
+    try:
+        offered = [module.name for module in list_modules()]
+    except ClusterError:  # the failure of the load was reported
+        return ""
+    return "".join(suggest(name, offered) for name in names if offered and name not in offered)
 
 
 def _check_conda(name: str, modules: Sequence[str]) -> Results:
