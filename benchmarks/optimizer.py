@@ -20,12 +20,14 @@ from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer
 from paceline.training.optimizer import make_optimizer
 from paceline.training.optimizer_step import OptimizerStep
-from paceline.training.optimizers.whole_tensor import squares, trust_ratios
+from paceline.training.optimizers.lamb import Lamb
+from paceline.training.optimizers.lars import Lars
 
 BATCH = 256
 TORCH = "torch AdamW, fused"
 # Optimizers whose update of an element needs no other element
 ELEMENTWISE = ("adamw", "adam", "sgd", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta")
+WITH_NORMS = {"lamb": Lamb, "lars": Lars}
 
 
 def build_model() -> nn.Module:
@@ -88,14 +90,13 @@ def print_updates(names: list[str], rounds: int) -> None:
         print(f"{name:<10} {1e3 * statistics.median(times[name]):7.2f} ms, speed {describe(ratios)}")
 
 
-def print_norms(rounds: int) -> None:
-    """Print the time of norms and trust ratios as a share of a whole step with LAMB."""
+def print_norms(name: str, rounds: int) -> None:
+    """Print the time that norms and trust ratios add to an update, as a share of a whole step."""
     torch.manual_seed(0)
     model = build_model()
     inputs, targets = torch.randn(BATCH, 1024), torch.randint(10, (BATCH,))
-    step = OptimizerStep(make_optimizer(Task(), Optimizer(name="lamb"), ResolvedPlan(), model))
-    weights = [parameter.detach() for parameter in model.parameters()]
-    updates = [torch.randn_like(weight) for weight in weights]
+    step = OptimizerStep(make_optimizer(Task(), Optimizer(name=name), ResolvedPlan(), model))
+    without = WITH_NORMS[name](model.parameters(), trust=False)
 
     def train() -> None:
         model.zero_grad()
@@ -103,14 +104,16 @@ def print_norms(rounds: int) -> None:
         with torch.no_grad():
             step()
 
-    def norms() -> None:
+    def update() -> None:
         with torch.no_grad():
-            found = torch.stack(squares(weights, updates)).sqrt()
-            trust_ratios(found[:, 0], found[:, 1])
+            step()
 
-    times = time_alternately({"step": train, "norms": norms}, rounds)
-    shares = [own / whole for own, whole in zip(times["norms"], times["step"], strict=True)]
-    print(f"a step with lamb at batch {BATCH}: {1e3 * statistics.median(times['step']):.1f} ms")
+    times = time_alternately({"step": train, "update": update, "without": without.step}, rounds)
+    shares = [
+        (own - less) / whole
+        for own, less, whole in zip(times["update"], times["without"], times["step"], strict=True)
+    ]
+    print(f"a step with {name} at batch {BATCH}: {1e3 * statistics.median(times['step']):.1f} ms")
     print(f"its norms and trust ratios: {100 * statistics.median(shares):.1f} % of it")
 
 
@@ -125,7 +128,8 @@ def main() -> None:
         parser.error(f"unknown optimizers: {', '.join(sorted(unknown))}; known: {', '.join(OPTIMIZERS)}")
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
     print_updates(options.optimizers, options.rounds)
-    print_norms(options.rounds)
+    for name in WITH_NORMS:
+        print_norms(name, options.rounds)
 
 
 if __name__ == "__main__":

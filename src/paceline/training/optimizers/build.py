@@ -9,13 +9,18 @@ from torch import nn
 from paceline.distributed.dtensor import is_dtensor
 from paceline.errors import SpecError
 from paceline.spec import Optimizer
+from paceline.training.optimizers.adadelta import Adadelta
 from paceline.training.optimizers.adafactor import Adafactor
+from paceline.training.optimizers.adamax import Adamax
 from paceline.training.optimizers.lamb import Lamb
 from paceline.training.optimizers.lars import Lars
 from paceline.training.optimizers.lion import Lion
 from paceline.training.optimizers.muon_groups import build_muon
+from paceline.training.optimizers.nadam import NAdam
 from paceline.training.optimizers.novograd import NovoGrad
 from paceline.training.optimizers.param_groups import assign_options, merge_groups
+from paceline.training.optimizers.radam import RAdam
+from paceline.training.optimizers.rmsprop import RMSprop
 from paceline.training.optimizers.rprop import Rprop
 
 CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
@@ -35,6 +40,14 @@ CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
     "lamb": Lamb,
     "novograd": NovoGrad,
     "adafactor": Adafactor,
+}
+# Own code for CPUs, for which torch has no fused kernels of these. The updates are the same.
+ON_CPU: Mapping[str, type[torch.optim.Optimizer]] = {
+    "adamax": Adamax,
+    "nadam": NAdam,
+    "radam": RAdam,
+    "adadelta": Adadelta,
+    "rmsprop": RMSprop,
 }
 # A fused optimizer passes over the memory once instead of several times.
 FUSED = {"adamw", "adam", "sgd", "adagrad"}
@@ -71,4 +84,6 @@ def build_optimizer(
     if fused and spec.name in FUSED:
         options["fused"] = True
     groups = merge_groups((own.get(name, {}), parameter) for name, parameter in params.items())
-    return CLASSES[spec.name](groups, **options)
+    on_cpu = dense and all(parameter.device.type == "cpu" for parameter in params.values())
+    classes = {**CLASSES, **ON_CPU} if on_cpu else CLASSES
+    return classes[spec.name](groups, **options)

@@ -5,13 +5,15 @@ from typing import Any
 
 import torch
 
+from paceline.training.optimizers.elementwise import subtract_adam_
+from paceline.training.optimizers.pieces import Piece, Scratch, iterate_pieces
 from paceline.training.optimizers.whole_tensor import (
     GroupTensors,
     Rounds,
     WholeTensorOptimizer,
-    correction,
-    squares,
+    part_norms,
     subtract_,
+    sum_squares,
     trust_ratios,
 )
 
@@ -53,24 +55,36 @@ class Lamb(WholeTensorOptimizer):
         )
 
     def _update(self, tensors: GroupTensors) -> Rounds:
-        options, (beta1, beta2) = tensors.options, tensors.options["betas"]
+        options = tensors.options
         decay = options["weight_decay"]
-        firsts, seconds = list(tensors.moments("exp_avg")), list(tensors.moments("exp_avg_sq"))
-        steps = tensors.count_steps()
-        torch._foreach_lerp_(firsts, tensors.grads, 1 - beta1)
-        torch._foreach_mul_(seconds, beta2)
-        torch._foreach_addcmul_(seconds, tensors.grads, tensors.grads, 1 - beta2)
-        roots = torch._foreach_sqrt(seconds)
-        if options["bias_correction"]:
-            torch._foreach_div_(roots, [math.sqrt(bias) for bias in correction(beta2, steps)])
-        torch._foreach_add_(roots, options["eps"])
-        updates = torch._foreach_div(firsts, roots)
-        if options["bias_correction"]:
-            torch._foreach_div_(updates, correction(beta1, steps))
-        if decay:
-            torch._foreach_add_(updates, tensors.weights, alpha=decay)
-        norms = torch.stack((yield squares(tensors.weights, updates))).sqrt()
-        ratios = trust_ratios(norms[:, 0], norms[:, 1], options["trust_clip"])
-        if not options["trust"] or (options["convention"] == "timm" and not decay):
-            ratios = torch.ones_like(ratios)
-        subtract_(tensors.weights, list(updates), ratios, options["lr"])
+        is_adapted = options["trust"] and (options["convention"] != "timm" or decay)
+        moments, steps = (tensors.moments("exp_avg"), tensors.moments("exp_avg_sq")), tensors.count_steps()
+        updates_of_pieces: list[Piece] = []
+        norms: list[Piece] = []
+        # Kept until the next step. New memory for all updates would cost more than their computation.
+        memory: list[Scratch] = vars(self).setdefault("_memory", {}).setdefault(tensors.params[0], [])
+        pieces = iterate_pieces(tensors.weights, tensors.grads, *moments, keys=steps)
+        for number, (at, (weights, grads, firsts, seconds)) in enumerate(pieces):
+            if number == len(memory):
+                memory.append(Scratch())
+            updates = memory[number].copy(weights)
+            torch._foreach_mul_(updates, decay)
+            subtract_adam_(
+                updates,
+                grads,
+                firsts,
+                seconds,
+                lr=-1.0,
+                betas=options["betas"],
+                eps=options["eps"],
+                step=steps[at[0]] if options["bias_correction"] else math.inf,
+            )
+            updates_of_pieces.append((at, [weights, updates]))
+            if is_adapted:
+                norms.append((at, [part_norms(weights), part_norms(updates)]))
+        ratios = torch.ones(len(steps), dtype=torch.float64, device=tensors.weights[0].device)
+        if is_adapted:
+            totals = torch.stack((yield sum_squares(norms, tensors.weights, 2)))
+            of_weights, of_updates = totals.sqrt().unbind(1)
+            ratios = trust_ratios(of_weights, of_updates, options["trust_clip"])
+        subtract_(updates_of_pieces, options["lr"] * ratios)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from paceline.training.optimizers.pieces import Scratch, iterate_pieces
 from paceline.training.optimizers.whole_tensor import (
     GroupTensors,
     Rounds,
@@ -54,29 +55,28 @@ class Lars(WholeTensorOptimizer):
     def _update(self, tensors: GroupTensors) -> Rounds:
         options, weights = tensors.options, tensors.weights
         decay, momentum, lr = options["weight_decay"], options["momentum"], options["lr"]
-        norms = torch.stack((yield squares(weights, tensors.grads))).sqrt()
-        of_weights, of_grads = norms.unbind(1)
-        is_adapted = options["trust"] and (decay > 0 or options["convention"] == "you2017")
-        bound = of_grads + decay * of_weights + options["eps"]
-        ratios = trust_ratios(
-            options["trust_coefficient"] * of_weights, bound * (of_grads > 0), options["trust_clip"]
-        )
-        if not is_adapted:
-            ratios = torch.ones_like(ratios)
+        ratios = torch.ones(len(weights), dtype=torch.float64, device=weights[0].device)
+        if options["trust"] and (decay > 0 or options["convention"] == "you2017"):
+            of_weights, of_grads = torch.stack((yield squares(weights, tensors.grads))).sqrt().unbind(1)
+            bound = of_grads + decay * of_weights + options["eps"]
+            ratios = trust_ratios(
+                options["trust_coefficient"] * of_weights, bound * (of_grads > 0), options["trust_clip"]
+            )
         before, after = (lr, 1.0) if options["convention"] == "you2017" else (1.0, lr)
-        updates = (
-            torch._foreach_add(tensors.grads, weights, alpha=decay)
-            if decay
-            else [grad.clone() for grad in tensors.grads]
-        )
         scales = [scale.to(weight.dtype) for scale, weight in zip(ratios * before, weights, strict=True)]
-        torch._foreach_mul_(updates, scales)
-        if momentum:
-            velocities = list(tensors.moments("momentum_buffer"))
-            torch._foreach_mul_(velocities, momentum)
-            torch._foreach_add_(velocities, updates)
-            if options["nesterov"]:
-                torch._foreach_add_(updates, velocities, alpha=momentum)
-            else:
-                updates = velocities
-        torch._foreach_add_(weights, updates, alpha=-after)
+        moments = [tensors.moments("momentum_buffer")] if momentum else []
+        scratch = Scratch()
+        for at, (parts, grads, *velocities) in iterate_pieces(weights, tensors.grads, *moments):
+            of_parts = [scales[index] for index in at]
+            updates = scratch.copy(grads)
+            if decay:
+                torch._foreach_add_(updates, parts, alpha=decay)
+            torch._foreach_mul_(updates, of_parts)
+            if momentum:
+                torch._foreach_mul_(velocities[0], momentum)
+                torch._foreach_add_(velocities[0], updates)
+                if options["nesterov"]:
+                    torch._foreach_add_(updates, velocities[0], alpha=momentum)
+                else:
+                    updates = velocities[0]
+            torch._foreach_add_(parts, updates, alpha=-after)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from paceline.training.optimizers.pieces import Scratch, iterate_pieces
 from paceline.training.optimizers.whole_tensor import GroupTensors, Rounds, WholeTensorOptimizer
 
 
@@ -21,11 +22,15 @@ class Lion(WholeTensorOptimizer):
 
     def _update(self, tensors: GroupTensors) -> Rounds:
         options, (beta1, beta2) = tensors.options, tensors.options["betas"]
-        momenta = list(tensors.moments("exp_avg"))
-        updates = torch._foreach_lerp(momenta, tensors.grads, 1 - beta1)
-        torch._foreach_sign_(updates)
-        if options["weight_decay"]:
-            torch._foreach_mul_(tensors.weights, 1 - options["lr"] * options["weight_decay"])
-        torch._foreach_add_(tensors.weights, updates, alpha=-options["lr"])
-        torch._foreach_lerp_(momenta, tensors.grads, 1 - beta2)
+        scratch = Scratch()
+        for _, (weights, grads, momenta) in iterate_pieces(
+            tensors.weights, tensors.grads, tensors.moments("exp_avg")
+        ):
+            updates = scratch.copy(momenta)
+            torch._foreach_lerp_(updates, grads, 1 - beta1)
+            torch._foreach_sign_(updates)
+            if options["weight_decay"]:
+                torch._foreach_mul_(weights, 1 - options["lr"] * options["weight_decay"])
+            torch._foreach_add_(weights, updates, alpha=-options["lr"])
+            torch._foreach_lerp_(momenta, grads, 1 - beta2)
         yield from ()

@@ -6,13 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.training.optimizers.elementwise import subtract_adam_
 from paceline.training.optimizers.matrices import update_matrices
-from paceline.training.optimizers.whole_tensor import (
-    GroupTensors,
-    Rounds,
-    WholeTensorOptimizer,
-    correction,
-)
+from paceline.training.optimizers.pieces import iterate_pieces
+from paceline.training.optimizers.whole_tensor import GroupTensors, Rounds, WholeTensorOptimizer
 
 EPS = 1e-7  # of the norm in the Newton-Schulz iteration
 
@@ -118,15 +115,19 @@ def orthogonalize(
 
 
 def _update_adamw_(tensors: GroupTensors) -> None:
-    options, (beta1, beta2) = tensors.options, tensors.options["betas"]
+    options = tensors.options
     firsts, seconds = tensors.moments("exp_avg"), tensors.moments("exp_avg_sq")
     steps = tensors.count_steps()
-    torch._foreach_mul_(tensors.weights, 1 - options["lr"] * options["weight_decay"])
-    torch._foreach_lerp_(firsts, tensors.grads, 1 - beta1)
-    torch._foreach_mul_(seconds, beta2)
-    torch._foreach_addcmul_(seconds, tensors.grads, tensors.grads, 1 - beta2)
-    roots = torch._foreach_sqrt(seconds)
-    torch._foreach_div_(roots, [math.sqrt(bias) for bias in correction(beta2, steps)])
-    torch._foreach_add_(roots, options["eps"])
-    rates = [-options["lr"] / bias for bias in correction(beta1, steps)]
-    torch._foreach_addcdiv_(tensors.weights, firsts, roots, rates)
+    for at, (weights, grads, *moments) in iterate_pieces(
+        tensors.weights, tensors.grads, firsts, seconds, keys=steps, is_divided=False
+    ):
+        torch._foreach_mul_(weights, 1 - options["lr"] * options["weight_decay"])
+        subtract_adam_(
+            weights,
+            grads,
+            *moments,
+            lr=options["lr"],
+            betas=options["betas"],
+            eps=options["eps"],
+            step=steps[at[0]],
+        )

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from paceline.training.optimizers.pieces import Scratch, iterate_pieces
 from paceline.training.optimizers.whole_tensor import (
     GroupTensors,
     Rounds,
@@ -43,7 +44,7 @@ class NovoGrad(WholeTensorOptimizer):
 
     def _update(self, tensors: GroupTensors) -> Rounds:
         options, (beta1, beta2) = tensors.options, tensors.options["betas"]
-        firsts, steps = list(tensors.moments("exp_avg")), tensors.count_steps()
+        firsts, steps = tensors.moments("exp_avg"), tensors.count_steps()
         seconds = tensors.whole("grad_norm_sq", lambda parameter: torch.zeros((), dtype=parameter.real.dtype))
         new = torch.cat((yield squares(tensors.grads)))
         starts = torch.tensor([step == 1 for step in steps], device=new.device)
@@ -52,9 +53,12 @@ class NovoGrad(WholeTensorOptimizer):
             second.copy_(value)
         scales = 1 / (averages.sqrt() + options["eps"])
         factors = [scale.to(grad.dtype) for scale, grad in zip(scales, tensors.grads, strict=True)]
-        updates = torch._foreach_mul(tensors.grads, factors)
-        if options["weight_decay"]:
-            torch._foreach_add_(updates, tensors.weights, alpha=options["weight_decay"])
-        torch._foreach_mul_(firsts, beta1)
-        torch._foreach_add_(firsts, updates, alpha=1 - beta1 if options["grad_averaging"] else 1.0)
-        torch._foreach_add_(tensors.weights, firsts, alpha=-options["lr"])
+        scratch = Scratch()
+        for at, (weights, grads, momenta) in iterate_pieces(tensors.weights, tensors.grads, firsts):
+            updates = scratch.copy(grads)
+            torch._foreach_mul_(updates, [factors[index] for index in at])
+            if options["weight_decay"]:
+                torch._foreach_add_(updates, weights, alpha=options["weight_decay"])
+            torch._foreach_mul_(momenta, beta1)
+            torch._foreach_add_(momenta, updates, alpha=1 - beta1 if options["grad_averaging"] else 1.0)
+            torch._foreach_add_(weights, momenta, alpha=-options["lr"])

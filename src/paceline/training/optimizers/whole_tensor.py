@@ -6,7 +6,6 @@ step has one small all-reduce for each round of sums and each axis along which t
 that this rank holds whole (`ddp`, `zero1`, stages of a pipeline) need none.
 """
 
-import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.data.fake import is_fake
 from paceline.distributed.dtensor import is_dtensor, local_tensor
+from paceline.training.optimizers.pieces import Piece, iterate_pieces
 
 # Yields the contributions of the shards, one flat float64 tensor for each parameter; receives their sums.
 Rounds = Generator[list[Tensor], list[Tensor], None]
@@ -146,15 +147,38 @@ def find_place(parameter: Any) -> tuple[slice, ...]:
 
 def squares(*tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the sums of squares of the shards: for each parameter as many numbers as there are lists."""
-    columns = torch.stack([_norms(of_kind).square() for of_kind in tensors])
-    return list(columns.T.contiguous().unbind())
+    norms = [
+        (at, [part_norms(parts) for parts in lists])
+        for at, lists in iterate_pieces(*tensors, is_divided=False)
+    ]
+    return sum_squares(norms, tensors[0], len(tensors))
 
 
-def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    norms = iter(torch._foreach_norm(filled) if filled else ())
-    zero = torch.zeros((), device=tensors[0].device)
-    return torch.stack([next(norms) if tensor.numel() else zero for tensor in tensors]).double()
+def part_norms(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norm of each part of a piece."""
+    if all(map(_has_fast_dot, parts)):
+        flat = [part.view(-1) for part in parts]
+        return [torch.dot(part, part).sqrt_() for part in flat]
+    return list(torch._foreach_norm(list(parts)))
+
+
+def _has_fast_dot(part: Tensor) -> bool:
+    is_precise = part.dtype in (torch.float32, torch.float64)
+    return is_precise and part.device.type == "cpu" and part.is_contiguous()
+
+
+def sum_squares(norms: Sequence[Piece], weights: Sequence[Tensor], kinds: int) -> list[Tensor]:
+    """Return for each weight the sums of the squares of its parts' norms, a number for each kind of norm.
+
+    norms: of the parts of all pieces, a list for each kind.
+    """
+    sums = torch.zeros(len(weights), kinds, dtype=torch.float64, device=weights[0].device)
+    if norms:
+        by_kind = zip(*(of_kinds for _, of_kinds in norms), strict=True)
+        columns = [torch.stack([norm for parts in pieces for norm in parts]) for pieces in by_kind]
+        places = torch.tensor([at for places, _ in norms for at in places], device=sums.device)
+        sums.index_add_(0, places, torch.stack(columns, 1).double().square())
+    return list(sums.unbind())
 
 
 def trust_ratios(numerators: Tensor, denominators: Tensor, clip: float | None = None) -> Tensor:
@@ -163,13 +187,14 @@ def trust_ratios(numerators: Tensor, denominators: Tensor, clip: float | None = 
     return ratios if clip is None else ratios.clamp(max=clip)
 
 
-def subtract_(weights: list[Tensor], updates: list[Tensor], scales: Tensor, lr: float) -> None:
-    """Subtract lr × scale × update from each tensor. scales: a number for each tensor."""
-    factors = [scale.to(weight.dtype) for scale, weight in zip(scales, weights, strict=True)]
-    torch._foreach_mul_(updates, factors)
-    torch._foreach_add_(weights, updates, alpha=-lr)
-
-
-def correction(beta: float, steps: Sequence[int]) -> list[float]:
-    """Return 1 − βᵗ for each tensor: the bias of an exponential average that starts at 0."""
-    return [1 - math.pow(beta, step) for step in steps]
+def subtract_(pieces: Sequence[Piece], scales: Tensor) -> None:
+    """Subtract scale × update from the weights. pieces: of both. scales: a number for each tensor."""
+    numbers = scales.tolist() if scales.device.type == "cpu" and not is_fake(scales) else None
+    for places, (weights, updates) in pieces:
+        if numbers is None:
+            factors = [scales[at].to(weight.dtype) for at, weight in zip(places, weights, strict=True)]
+            torch._foreach_mul_(updates, factors)
+            torch._foreach_sub_(weights, updates)
+            continue
+        for at, weight, update in zip(places, weights, updates, strict=True):
+            weight.add_(update, alpha=-numbers[at])

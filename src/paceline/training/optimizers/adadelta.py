@@ -1,0 +1,44 @@
+"""Adadelta on a CPU, in pieces that fit into the cache."""
+
+from typing import Any
+
+import torch
+
+from paceline.training.optimizers.elementwise import apply_decay
+from paceline.training.optimizers.pieces import Scratch, iterate_pieces
+from paceline.training.optimizers.whole_tensor import GroupTensors, Rounds, WholeTensorOptimizer
+
+
+class Adadelta(WholeTensorOptimizer):
+    """Updates as large as their mean so far (Zeiler, 2012, Algorithm 1), the same as torch's."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1.0,
+        rho: float = 0.9,
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay})
+
+    def _update(self, tensors: GroupTensors) -> Rounds:
+        options, rho = tensors.options, tensors.options["rho"]
+        tensors.count_steps()
+        decayed, numerators, denominators = Scratch(), Scratch(), Scratch()
+        for _, (weights, grads, squares, deltas) in iterate_pieces(
+            tensors.weights, tensors.grads, tensors.moments("square_avg"), tensors.moments("acc_delta")
+        ):
+            grads = apply_decay(weights, grads, options, decayed)
+            torch._foreach_mul_(squares, rho)
+            torch._foreach_addcmul_(squares, grads, grads, 1 - rho)
+            updates, divisors = numerators.copy(deltas), denominators.copy(squares)
+            torch._foreach_add_(updates, options["eps"])
+            torch._foreach_add_(divisors, options["eps"])
+            torch._foreach_div_(updates, divisors)
+            torch._foreach_sqrt_(updates)
+            torch._foreach_mul_(updates, grads)
+            torch._foreach_mul_(deltas, rho)
+            torch._foreach_addcmul_(deltas, updates, updates, 1 - rho)
+            torch._foreach_add_(weights, updates, alpha=-options["lr"])
+        yield from ()
