@@ -1,10 +1,12 @@
 """paceline lesson: the list, pages, notebooks, exercises, and bad input."""
 
 import functools
+import io
 import json
 import re
 
 import pytest
+from rich.console import Console
 
 from browser import find_chromium, start_browser
 from command import paceline, succeed
@@ -24,7 +26,7 @@ from paceline.lesson.exercise import check_exercise, format_exercise, read_cell
 from paceline.lesson.html_page import build_page
 from paceline.lesson.notebook import build_notebook
 from paceline.lesson.outputs import check, shown_by
-from paceline.lesson.terminal_text import format_block
+from paceline.lesson.terminal_text import format_block, style_block
 from pages import ROOT, read_blocks
 
 PAGE = read_blocks("docs/lessons.md")
@@ -260,20 +262,43 @@ def test_values_as_text(value, text):
     assert format_value(value) == text
 
 
+BLOCKS = [
+    LessonText("# <b>a</b>\n\n- `<x>`\n- two\n\n**bold** & text"),
+    LessonCode("x = '<script>'"),
+    LessonTable("<t>", ("<h>",), (("<cell>",),)),
+    LessonClaim("<claim>"),
+    LessonQuestion("<q>", "<answer>"),
+    LessonPicture("<p>", "<svg><script>alert(1)</script></svg>"),
+]
+
+
 def test_pages_escape_text():
-    blocks = [
-        LessonText("# <b>a</b>\n\n- `<x>`\n- two\n\n**bold** & text"),
-        LessonCode("x = '<script>'"),
-        LessonTable("<t>", ("<h>",), (("<cell>",),)),
-        LessonClaim("<claim>"),
-        LessonQuestion("<q>", "<answer>"),
-        LessonPicture("<p>", "<svg><script>alert(1)</script></svg>"),
-    ]
-    page = build_page("<title>", "<subtitle>", blocks)
+    page = build_page("<title>", "<subtitle>", BLOCKS)
     body = page.partition("</head>")[2]
     assert re.findall(r"<(?:script|x|t|h|cell|claim|q|answer|p|b|subtitle)>", body) == ["<p>", "<p>", "<p>"]
     assert "<li><code>&lt;x&gt;</code></li><li>two</li>" in body
     assert "<strong>bold</strong> &amp; text" in body
+
+
+def test_colors_in_a_terminal_change_no_text():
+    blocks = [*BLOCKS, LessonText("[bold]not a mark[/] :smile:"), LessonCode("\n  if x:\n\n    y = 1  ")]
+    for is_terminal in (True, False):
+        out = io.StringIO()
+        console = Console(file=out, force_terminal=is_terminal, no_color=False, width=20, highlight=False)
+        for block in blocks:
+            console.print(style_block(block), end="", soft_wrap=True)
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+        assert plain == "".join(map(format_block, blocks))
+        assert (plain != out.getvalue()) == is_terminal
+
+
+def test_wide_tables_wrap_their_cells():
+    table = LessonTable("wide", ("rank", "values"), ((0, [1000.5 + i for i in range(30)]), (1, 2.0)))
+    lines = format_block(table).splitlines()
+    assert max(map(len, lines)) <= 80
+    values = re.findall(r"[\d,]+\.?\d*", " ".join(line[8:] for line in lines[3:-2]))
+    assert len(values) == 30
+    assert lines[-2].split() == ["1", "2"]
 
 
 @pytest.mark.processes

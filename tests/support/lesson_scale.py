@@ -35,11 +35,26 @@ def expect_parameter_server(n: int) -> dict:
     }
 
 
-def train_digits(batch: int, rate: float, warmup: int = 0, lars: bool = False) -> tuple[int, float, float]:
-    """Return steps, last loss and test accuracy of a training on whole batches, by modules of torch."""
+def load_digits() -> tuple[torch.Tensor, torch.Tensor]:
     with np.load(ROOT / "src/paceline/tasks/digits.npz") as data:
         x = torch.from_numpy(data["images"]).double().flatten(1) / int(data["images"].max())
-        y = torch.from_numpy(data["labels"]).long()
+        return x, torch.from_numpy(data["labels"]).long()
+
+
+def draw_images() -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    patterns = torch.randn(10, 1, 4, 4, generator=draw)
+    labels = torch.randint(10, (1797,), generator=draw)
+    noise = torch.randn(1797, 8, 8, generator=draw)
+    large = nn.Upsample((8, 8), mode="bilinear")(patterns).squeeze(1)
+    return ((large[labels] + 1.5 * noise) / 4).view(1797, 64).double(), labels
+
+
+def train_images(
+    samples: tuple[torch.Tensor, torch.Tensor], batch: int, rate: float, warmup: int = 0, lars: bool = False
+) -> tuple[int, float, float, float]:
+    """Return steps, last loss, and accuracies of training and test, on whole batches, by modules of torch."""
+    x, y = samples
     draw = torch.Generator().manual_seed(0)
     first, second = nn.Linear(64, 32, bias=False), nn.Linear(32, 10, bias=False)
     model = nn.Sequential(first, nn.Tanh(), second).double()
@@ -58,8 +73,11 @@ def train_digits(batch: int, rate: float, warmup: int = 0, lars: bool = False) -
             for weight in model.parameters():
                 weight.grad *= 0.02 * weight.detach().norm() / weight.grad.norm()
         optimizer.step()
-    right = (model(x[1536:]).argmax(1) == y[1536:]).double().mean()
-    return len(batches), loss.item(), right.item()
+    train, test = (
+        (model(x[part]).argmax(1) == y[part]).double().mean().item()
+        for part in (slice(1536), slice(1536, None))
+    )
+    return len(batches), loss.item(), train, test
 
 
 def expect_large_batch(n: int) -> dict:
@@ -70,7 +88,11 @@ def expect_large_batch(n: int) -> dict:
         "batch 512, linear rule, warm-up": (512, 0.32, 4),
         "batch 512, LARS": (512, 1.0, 0, True),
     }
-    results = {name: train_digits(*arguments) for name, arguments in runs.items()}
+    sets = {"digits": load_digits(), "generated images": draw_images()}
+    results = {
+        name: {run: train_images(samples, *arguments) for run, arguments in runs.items()}
+        for name, samples in sets.items()
+    }
     published = (
         (8192, 14076, 76.3),
         (32768, 3519, 75.4),
@@ -79,9 +101,14 @@ def expect_large_batch(n: int) -> dict:
         (81920, 1440, 75.1),
     )
     return {
-        "After 4 epochs": [[name, *result] for name, result in results.items()],
+        **{
+            f"{samples}, after 4 epochs": [
+                [name, *result, result[2] - result[3]] for name, result in trained.items()
+            ]
+            for samples, trained in results.items()
+        },
         "Every rank has the same result: last loss of batch 32": [
-            [r, results["batch 32"][1]] for r in range(n)
+            [r, results["digits"]["batch 32"][1]] for r in range(n)
         ],
         "ResNet-50 on ImageNet, published": [[*row, row[0] * row[1] / 1281167] for row in published],
     }

@@ -3,6 +3,7 @@
 import itertools
 import re
 import textwrap
+from typing import TYPE_CHECKING
 
 from paceline.lesson.blocks import (
     Block,
@@ -15,6 +16,9 @@ from paceline.lesson.blocks import (
     LessonText,
     format_value,
 )
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 WIDTH = 80
 MIN_CELL = 12  # to which a column of a wide table may shrink
@@ -37,6 +41,27 @@ def format_block(block: Block) -> str:
             return _wrap(f"Question: {block.question}") + "\n"
         case LessonPicture():
             return f"[picture: {block.title}]\n\n"
+
+
+def style_block(block: Block) -> "Text":
+    """Return the same text as `format_block`, in the colours of a terminal."""
+    from rich.syntax import Syntax
+    from rich.text import Text
+
+    text = format_block(block)
+    match block:
+        case LessonCode():
+            styled = Syntax("", "python", theme="ansi_dark", background_color="default").highlight(text)
+            return styled if styled.plain == text else Text(text)
+        case LessonClaim():
+            return Text(text, "green")
+        case LessonQuestion():
+            return Text(text, "bold")
+        case LessonTable():
+            return Text.assemble((block.title, "bold"), text.removeprefix(block.title))
+    styled = Text(text)
+    styled.highlight_regex(r"(?m)^.+\n-+$", "bold")  # headings
+    return styled
 
 
 def format_text(text: str) -> str:

@@ -1,5 +1,6 @@
 """Print a lesson, or write it as a page or a notebook."""
 
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,7 @@ from paceline.lesson.cells import LessonFile
 from paceline.lesson.exercise import name_exercise
 from paceline.lesson.html_page import build_page
 from paceline.lesson.play import play
-from paceline.lesson.terminal_text import format_block, format_text
+from paceline.lesson.terminal_text import format_text, style_block
 from paceline.units import several
 
 
@@ -24,14 +25,14 @@ def print_lesson(lesson: LessonFile, ranks: int) -> None:
         if isinstance(block, LessonQuestion):
             questions.append(block)
         if last and isinstance(last[-1], LessonClaim) and not isinstance(block, LessonClaim):
-            print(file=terminal)
+            console.print()
         last[:] = [block]
-        # standard output belongs to the code of the cell while it runs
-        print(format_block(block), end="", flush=True, file=terminal)
+        console.print(style_block(block), end="", soft_wrap=True)
 
-    import sys
+    from rich.console import Console
 
-    terminal = sys.stdout
+    # standard output belongs to the code of the cell while it runs
+    console = Console(file=sys.stdout, highlight=False)
     print(f"{lesson.title}\n{'=' * len(lesson.title)}\n")
     play(lesson, ranks, show)
     if questions:

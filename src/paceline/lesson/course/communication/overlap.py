@@ -2,7 +2,7 @@
 
 A collective takes time in which the processor could compute. `async_op=True` starts it and returns a
 handle, and the program computes something else before it waits. On GPUs, **streams** do the same for
-kernels and copies.
+kernels and copies: see the lesson streams.
 """
 
 # %%
