@@ -73,6 +73,16 @@ WRONG = {
         ("if not average.", "if not gradient.", "step 1"),
         ("return scale / 2", "return scale", "the last rank is inf: scale"),
     ],
+    "mesh": [
+        ("shape[axis + 1 :]", "shape[:axis]", "the example"),
+        ("% shape[axis] * stride", "* stride", "the example"),
+    ],
+    "data-loading": [
+        ('ready.put(("error", error))', "pass", "an error after 3 items"),
+        ('ready.put(("error", error))', 'ready.put(("end", None))', "an error after 3 items"),
+        ("queue.Queue(depth)", "queue.Queue()", "at most 3 items wait"),
+        ('if kind == "end":', "if item is None:", "None is an item"),
+    ],
     "checkpoint": [
         ('f"{path}.new")\n        os.replace(f"{path}.new", path)', "path)", "if the writer dies"),
         ("dist.barrier()", "pass", "after save has returned"),
