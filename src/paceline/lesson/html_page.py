@@ -134,7 +134,11 @@ def build_text(text: str) -> str:
 
 
 def _build_table(shown: LessonTable) -> str:
-    head = "".join(f"<th>{escape(header)}</th>" for header in shown.headers)
+    is_text = [any(isinstance(row[at], str) for row in shown.rows) for at in range(len(shown.headers))]
+    head = "".join(
+        f"<th{'' if text else NUMBER}>{escape(header)}</th>"
+        for header, text in zip(shown.headers, is_text, strict=True)
+    )
     body = "".join(
         "<tr>"
         + "".join(
