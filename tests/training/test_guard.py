@@ -487,6 +487,7 @@ def count_alarms(plan: str, steps: int, guard: WeightGuard) -> str:
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("plan", ["ddp", "zero3"])
 def test_ten_thousand_healthy_steps_raise_no_alarm(plan: str) -> None:
     guard = WeightGuard(every=10, locate=True, recompute=True)
