@@ -52,6 +52,7 @@ ON_CPU: Mapping[str, type[torch.optim.Optimizer]] = {
 # A fused optimizer passes over the memory once instead of several times.
 FUSED = {"adamw", "adam", "sgd", "adagrad"}
 FUSED_ON_DTENSORS = {"adamw", "adam"}  # torch 2.13: the others do not support DTensor
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def build_optimizer(
@@ -81,6 +82,8 @@ def build_optimizer(
     fused = dense and all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params.values())
     if any(map(is_dtensor, params.values())):
         fused = fused and spec.name in FUSED_ON_DTENSORS
+    if spec.name == "sgd" and any(p.dtype in HALVES and p.device.type == "cpu" for p in params.values()):
+        fused = False  # torch 2.13: its kernel for these computes other updates
     if fused and spec.name in FUSED:
         options["fused"] = True
     groups = merge_groups((own.get(name, {}), parameter) for name, parameter in params.items())
