@@ -1,22 +1,24 @@
 """paceline batch-size: targets, results of runs, branches of a checkpoint, and the command."""
 
+import io
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from command import paceline, succeed
 from paceline.batch_size.choose import list_choices, pick_best
 from paceline.batch_size.convergence import Measurement, fit_curve
 from paceline.batch_size.published import find_published
-from paceline.batch_size.report import list_findings
-from paceline.batch_size.result import read_result
+from paceline.batch_size.report import build_table, list_findings
+from paceline.batch_size.result import BatchResult, read_result
 from paceline.batch_size.target import parse_target
 from paceline.cluster.published import find
 from paceline.errors import SpecError
-from paceline.events import Ended, Evaluated, Event, Started, Step
+from paceline.events import Ended, Evaluated, Event, NoiseMeasured, Started, Step
 from paceline.plan.model.library import load_model
 from paceline.plan.search.rank_counts import parse_counts
 from paceline.spec import Optimizer
@@ -238,6 +240,20 @@ def test_a_rate_at_the_end_of_tune_is_reported() -> None:
     sentence = "batch 8: the best learning rate is 16 times the scaled one, and --tune tries no further"
     assert not [line for line in list_findings([inside], ACCURACY, None) if "--tune" in line]
     assert [line for line in list_findings([outside], ACCURACY, None) if line.startswith(sentence)]
+
+
+@pytest.mark.parametrize("has_noise", [False, True])
+def test_numbers_of_the_table_are_whole_in_80_columns(has_noise: bool) -> None:
+    noise = NoiseMeasured(step=9, noise_scale=312.4, error=0.1, variance=1.0, squared_gradient=1.0)
+    reached = BatchResult(8192, 0.0123, 0, 9375, 9374.8, 0.97123, 9375, 1.5, noise if has_noise else None)
+    missed = replace(reached, steps=None, lr=None, noise=None)
+    curve = fit_curve([Measurement(8192, 9374.8 * 8192)])
+    file = io.StringIO()
+    Console(width=80, file=file).print(build_table([reached, missed], curve))
+    assert "…" not in file.getvalue()
+    for number in ("8,192", "0.0123", "9,375", "76,798,362", "3:54:22", "0.9712", "not in 9,375"):
+        assert number in file.getvalue(), number
+    assert ("312 ± 31.2" in file.getvalue()) == has_noise
 
 
 def test_tune_of_an_optimizer_of_the_task_is_refused(tmp_path: Path) -> None:

@@ -10,17 +10,23 @@ from paceline.batch_size.convergence import ConvergenceCurve, Interval
 from paceline.batch_size.published import PublishedTraining
 from paceline.batch_size.result import WIDEST, BatchResult
 from paceline.batch_size.target import Target
+from paceline.events import NoiseMeasured
 from paceline.report.text import format_noise
 from paceline.units import format_seconds, several
 
 
-def build_table(results: Sequence[BatchResult], target: Target, curve: ConvergenceCurve | None) -> Table:
-    """Return a row for each batch, with the samples that the fit has beside those that were needed."""
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
-    for name in ("batch", "lr", "steps", "samples", "fit", "time", f"best {target.name}", "noise scale"):
+def build_table(results: Sequence[BatchResult], curve: ConvergenceCurve | None) -> Table:
+    """Return a row for each batch, with the samples that the fit has beside those that were needed.
+
+    best: value of the metric. The table fits 80 columns, because a number that is cut off is wrong.
+    """
+    has_noise = any(result.noise is not None for result in results)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    names = ("batch", "lr", "steps", "samples", "fit", "time", "best")
+    for name in (*names, "noise") if has_noise else names:
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
-        table.add_row(
+        cells = [
             f"{result.batch:,}",
             f"{result.lr:.3g}" if result.lr is not None else "–",
             f"{result.steps:,.0f}" if result.steps is not None else f"not in {result.done - result.first:,}",
@@ -28,9 +34,15 @@ def build_table(results: Sequence[BatchResult], target: Target, curve: Convergen
             f"{curve.form(result.batch):,.0f}" if curve is not None else "–",
             format_seconds(result.seconds) if result.seconds is not None else "–",
             f"{result.best:.4g}" if result.best is not None else "–",
-            format_noise(result.noise).removesuffix(" samples") if result.noise is not None else "–",
-        )
+        ]
+        table.add_row(*cells, *([_format_noise(result.noise)] if has_noise else []))
     return table
+
+
+def _format_noise(noise: NoiseMeasured | None) -> str:
+    if noise is None or noise.noise_scale is None:
+        return "–"
+    return format_noise(noise).removesuffix(" samples")
 
 
 def list_findings(

@@ -103,7 +103,7 @@ def batch_size(
     results = _train(sweep, console)
     reached = [result for result in results if result.samples]
     curve = fit_curve([Measurement(r.batch, r.samples or 0.0) for r in reached]) if reached else None
-    console.print(build_table(results, sweep.target, curve))
+    console.print(build_table(results, curve))
     for line in list_findings(results, sweep.target, curve):
         console.print(line, markup=False, soft_wrap=True)
     best = _choose(sweep, facts, curve, cluster, most_ranks, price) if curve is not None else {}
