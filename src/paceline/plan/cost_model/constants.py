@@ -88,7 +88,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "H100": HOPPER,
     "H800": HOPPER,
     "H200": HOPPER,
-    "H20": HOPPER,
+    "H20": replace(HOPPER, units=78, basis="guessed"),  # its power allows more of its low peak
     "GH200": replace(HOPPER, W_for_flops=0.0),  # it may draw more, together with its processor
     "B200": BLACKWELL,
     "B300": BLACKWELL,
@@ -97,6 +97,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "MI250": Architecture(0.50, 0.25, 0.20, 110),
     "MI300": Architecture(0.45, 0.30, 0.25, 304),
     "MI325": Architecture(0.50, 0.30, 0.25, 304),
+    "MI350": Architecture(0.60, 0.35, 0.30, 256),
     "MI355": Architecture(0.60, 0.35, 0.30, 256),
 }
 UNKNOWN = Architecture(0.60, 0.35, 0.30, 100, basis="guessed")
