@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.plan.cost_model.constants import CONSTANTS, Constants
+from paceline.plan.cost_model.framework_profiles import NEMO, NEMO_FUSED
 from published_rows import Prediction, Row, predict_row
 
 STORED = Path(__file__).with_name("published_constants.json")
@@ -75,7 +76,7 @@ def build_constants(values: Mapping[str, float]) -> Constants:
 def with_fitted_recipe(row: Row, values: Mapping[str, float]) -> Row:
     """Return the row with the fitted values of its training system."""
     recipe = row.recipe
-    if recipe.name == "nemo":
+    if recipe.name in (NEMO.name, NEMO_FUSED.name):
         experts = values["nemo low experts" if recipe.is_low else "nemo experts"]
         recipe = replace(
             recipe,
@@ -83,7 +84,7 @@ def with_fitted_recipe(row: Row, values: Mapping[str, float]) -> Row:
             attention=values["nemo attention"],
             elementwise=values["nemo elementwise"],
             overlaps_tensor=min(1.0, values["nemo tensor overlap"]),
-            grouped=experts,
+            grouped=recipe.grouped if recipe.fused_experts else experts,
             cast_traffic=values["nemo cast"],
         )
     elif recipe.name == "megatron-plain":

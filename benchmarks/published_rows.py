@@ -25,7 +25,7 @@ from published_cells import NotPredictable, find_number, read_float, read_int
 from published_devices import find_rates, strip_maker, with_published_device
 from published_models import build_model
 from published_splits import find_splits
-from published_systems import find_recipe
+from published_systems import find_recipe, with_release
 
 # GB/s of one device in one direction: (memory, within a node, between nodes unless a row specifies it).
 # Sources: data sheets and common nodes.
@@ -80,6 +80,9 @@ class Prediction(NamedTuple):
 
 
 NVLINK_RACK = 64  # devices of a job in a rack of 72
+# Devices that reach the memory of a Grace processor over NVLink-C2C: two share 480 GB, and 900 GB/s in both
+# directions together (NVIDIA GB200 NVL72).
+GRACE, GRACE_Bps, GRACE_BYTES = ("GB200", "GB300"), 225e9, 240e9
 MARGIN = 0.01  # share of a device's memory that data sheets count differently
 # Parts of the memory that a tool does not show.
 UNSEEN = {
@@ -93,7 +96,8 @@ def predict_row(row: Row, constants: Constants) -> Prediction:
     """Return the prediction of the fastest split that fits; if none fits, of the split with least memory."""
     rates = device_rates(row.cluster, constants)
     predictions = [_predict(row, split, rates) for split in row.splits]
-    if fitting := [item for item in [*predictions, *_partly_recomputed(row, predictions)] if item.fits]:
+    partial = [*_partly_recomputed(row, predictions), *_offloaded(row, predictions)]
+    if fitting := [item for item in [*predictions, *partial] if item.fits]:
         return min(fitting, key=lambda item: item.time.step_s)
     return min(predictions, key=lambda item: item.memory.peak_bytes)
 
@@ -121,6 +125,24 @@ def _partly_recomputed(row: Row, predictions: Sequence[Prediction]) -> Iterator[
         memory = replace(none.memory, parts=_mix(none.memory.parts, full.memory.parts, share))
         shown = none.shown_bytes * (1 - share) + full.shown_bytes * share
         yield Prediction(time, memory, True, replace(split, recompute="full"), shown)
+
+
+def _offloaded(row: Row, predictions: Sequence[Prediction]) -> Iterator[Prediction]:
+    """Yield splits without recomputation that move what does not fit to the memory of a Grace processor.
+
+    Transformer Engine moves activations only without pipelines. NVIDIA trains Llama 3 70B on GB200 with 40 of
+    80 layers moved (Megatron-Bridge, issue 1976). Transfers overlap with computing.
+    """
+    if not strip_maker(row.device).startswith(GRACE) or len(row.splits) == 1:
+        return
+    for item in predictions:
+        moved = item.memory.peak_bytes - row.limit_bytes * (1 - MARGIN)
+        kept = sum(part.value for part in item.memory.parts if part.name == "activations")
+        copying_s = 2 * moved / GRACE_Bps * item.split.microbatches
+        if item.split.recompute != "none" or item.split.pp > 1 or item.fits:
+            continue
+        if moved <= min(kept, GRACE_BYTES) and copying_s <= item.time.step_s:
+            yield Prediction(item.time, item.memory, True, item.split, row.limit_bytes * (1 - MARGIN))
 
 
 def _mix(none: Sequence[CostPart], full: Sequence[CostPart], share: float) -> tuple[CostPart, ...]:
@@ -158,7 +180,7 @@ def _parse_row(row: Mapping[str, str]) -> Row:
         file=row["dataset"] or row["row_id"].split("#")[0],
         facts=model.facts(),
         cluster=_cluster(row),
-        recipe=recipe,
+        recipe=with_release(row, recipe, model),
         splits=splits,
         step_s=_step_s(row, model, splits[0], tokens),
         memory_bytes=_memory_bytes(row),

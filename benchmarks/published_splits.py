@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from itertools import product
 from math import gcd
 
+from paceline.plan import schedules
 from paceline.plan.cost_model.work_split import WorkSplit
 from paceline.plan.model.transformer import Transformer
 from published_cells import NotPredictable, read_int, whole_number
@@ -24,7 +25,7 @@ def find_splits(row: Mapping[str, str], model: Transformer) -> tuple[WorkSplit, 
     tp, pp = whole_number(row["tp"]), whole_number(row["pp"])
     degrees = [(tp or 1, pp or 1)]
     if not tp and not pp and not _is_sharded(row):  # the source names only the number of devices
-        degrees = list(product((1, 2, 4, 8), (1, 2, 4, 8, 16)))
+        degrees = list(product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32)))
     splits: list[WorkSplit] = []
     reason = None
     for degree in degrees:
@@ -79,6 +80,9 @@ def _splits_of(row: Mapping[str, str], model: Transformer, tp: int, pp: int) -> 
         if b < 1 or rank_samples % b:
             continue
         kind = schedule or ("interleaved" if v > 1 else "1f1b")
+        is_guess = v > 1 and not (schedule or row["vp"])
+        if is_guess and not schedules.SCHEDULES[kind].allows(rank_samples // b, pp):
+            continue
         for stage in (0, 1) if zero is None else (zero,):
             splits.append(
                 WorkSplit(

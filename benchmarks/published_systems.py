@@ -16,10 +16,12 @@ from paceline.plan.cost_model.framework_profiles import (
     MEGATRON_DEEPSPEED,
     MEGATRON_PLAIN,
     NEMO,
+    NEMO_FUSED,
     Recipe,
 )
+from paceline.plan.model.transformer import Transformer
 from published_cells import find_number, whole_number
-from published_devices import is_recent
+from published_devices import is_recent, strip_maker
 
 # Names of low precisions, the most specific first; a name of several words may have any separators.
 LOW = (
@@ -27,6 +29,12 @@ LOW = (
     (r"mx-?fp-?8|fp-?8-?mx\w*|mxf8", "mxfp8"),
     (r"fp-?8|float-?8|e4m3|e5m2", "fp8"),
 )
+
+
+# The first release of Megatron-Bridge with fused experts on a device (its pull requests 4249 and 4606, 2026).
+FIRST_FUSED = {"GB200": "26.06", "GB300": "26.06", "B200": "26.06.01", "B300": "26.06.01"}
+# Its release notes 0.5.1: "GPT-OSS GB200/GB300 MXFP8 regression due to regressed CuTeDSL fused kernels".
+REGRESSIONS = {("gptoss", "26.06.01")}
 
 
 def find_recipe(row: Mapping[str, str]) -> Recipe:
@@ -40,6 +48,8 @@ def find_recipe(row: Mapping[str, str]) -> Recipe:
     elif re.search(r"\bnemo\b|bridge|dgxc", text):
         # Megatron recomputes norms and activations alone since 2025.
         recipe = NEMO if "bridge" in text else replace(NEMO, selective="core")
+        # Megatron-FSDP scatters gradients in each micro-batch.
+        recipe = replace(recipe, whole_gradients="fsdp" not in text)
     elif "fsdp" in text or "torchtitan" in text:
         compiled = "compile" in row.get("notes", "").lower() and "without" not in row.get("notes", "").lower()
         recipe = FSDP_COMPILED if compiled else FSDP
@@ -74,6 +84,20 @@ def find_recipe(row: Mapping[str, str]) -> Recipe:
     if "<=18b" in text:  # according to the notes of Narayanan et al.
         recipe = replace(recipe, overlaps_data=(find_number(row["n_params"]) or 0.0) <= 1.9e10)
     return recipe
+
+
+def with_release(row: Mapping[str, str], recipe: Recipe, model: Transformer) -> Recipe:
+    """Return the recipe with what the release of Megatron-Bridge that a row names does differently."""
+    release = re.search(r"\b2\d\.\d\d(\.\d\d)?\b", row["source"])
+    name, device = re.sub(r"[^a-z0-9]", "", row["model"].lower()), strip_maker(row["gpu_type"])
+    first = next((FIRST_FUSED[family] for family in FIRST_FUSED if device.startswith(family)), None)
+    if recipe.name != "nemo" or recipe.dtype != "mxfp8" or release is None or first is None:
+        return recipe
+    if model.experts == 1 or not model.gated or release[0] < first:
+        return recipe
+    if any(family in name and release[0] == version for family, version in REGRESSIONS):
+        return recipe
+    return replace(NEMO_FUSED, dtype=recipe.dtype)
 
 
 def find_low_precision(text: str) -> str | None:

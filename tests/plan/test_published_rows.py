@@ -79,8 +79,58 @@ def test_low_precision_and_device_change_the_time(tmp_path: Path) -> None:
         "d": {"precision": "FP8-CS"},
         "e": {"gpu_type": "NVIDIA H100 80GB HBM3"},
     }
-    rows = [BASE | LLAMA | cells | {"row_id": name} for name, cells in kinds.items()]
+    rows = [BASE | LLAMA | cells | {"row_id": name} for name, cells in (kinds | RELEASES | SCHEDULES).items()]
     found = predict(rows, list(ROW), tmp_path)
     time = {name: row["predicted_step_time_s"] for name, row in found.items()}
     assert time["a"] == time["b"] == time["e"]
     assert time["c"] == time["d"] < 0.9 * time["a"]
+    check_releases(time)
+    assert time["2 micro-batches"] == time["2 micro-batches, vp 1"], "fewer than pp are not interleaved"
+    assert time["8 micro-batches"] < time["8 micro-batches, vp 1"]
+
+
+def release(version: str, **cells: str) -> dict[str, str]:
+    """Return cells of 8 GB200 that train a model with experts under this release of Megatron-Bridge."""
+    experts = {"model": "Qwen3_30B_a3B", "gpu_type": "GB200", "n_gpus": "8", "ep": "8", "micro_batch": "4"}
+    return (
+        experts
+        | {"precision": "MXFP8", "source": f"Megatron-Bridge performance summary {version} NeMo Container"}
+        | cells
+    )
+
+
+def check_releases(time: dict[str, float]) -> None:
+    """Only the releases, models, precisions and devices for which experts were fused are faster."""
+    assert time["26.06"] < 0.7 * time["26.04"]
+    assert time["26.06, bf16"] == time["26.04, bf16"]
+    assert time["26.06, H100"] == time["26.04, H100"]
+    assert time["26.06, B200"] == time["26.04, B200"] > time["26.06.01, B200"]
+    assert time["26.06.01, GPT-OSS"] > time["26.06, GPT-OSS"], "a regression that its notes report"
+    assert time["offloaded"] < 0.9 * time["recomputed"], "a Grace processor keeps activations"
+
+
+def fsdp(**cells: str) -> dict[str, str]:
+    return release(
+        "26.04", model="Llama3-70B", n_gpus="64", ep="1", zero_stage="3 (FSDP)", micro_batch="2", **cells
+    )
+
+
+RELEASES = {
+    "26.04": release("26.04"),
+    "26.06": release("26.06"),
+    **{f"{version}, bf16": release(version, precision="BF16") for version in ("26.04", "26.06")},
+    **{f"{version}, H100": release(version, gpu_type="H100-80GB-SXM") for version in ("26.04", "26.06")},
+    **{
+        f"{version}, B200": release(version, gpu_type="B200-SXM")
+        for version in ("26.04", "26.06", "26.06.01")
+    },
+    **{f"{version}, GPT-OSS": release(version, model="GPT OSS 120B") for version in ("26.06", "26.06.01")},
+    "offloaded": fsdp(tp="1", pp="1", seq_len="8192"),
+    "recomputed": fsdp(tp="1", pp="1", seq_len="8192", recompute="full"),
+}
+PIPELINE = {"n_gpus": "32", "tp": "8", "pp": "4", "recompute": "full"}
+SCHEDULES = {
+    f"{count} micro-batches{text}": PIPELINE | {"global_batch": f"{count}", "vp": vp}
+    for count in (2, 8)
+    for text, vp in (("", ""), (", vp 1", "1"))
+}

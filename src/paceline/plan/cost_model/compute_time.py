@@ -78,12 +78,11 @@ def compute_block_time(
     attention = sum(_attention_s(rates, recipe, call, tp, cp, micro_batch) for call in block.attention)
     traffic, scores = _traffic_bytes(recipe, block, tp, cp, micro_batch)
     if recipe.is_low and not head:  # inputs and weights are cast, and their maxima computed
-        traffic += sum(
-            recipe.cast_traffic * p.rows * (p.inner + p.columns) * micro_batch / tp for p in block.products
-        )
+        traffic += recipe.cast_traffic * micro_batch / tp * _cast_elements(recipe, block)
     moved = traffic / cp / rates.memory_Bps
     core = 0.0 if recipe.fused else scores / cp / rates.memory_Bps
-    kernels = block.kernels * rates.constants.launch_s
+    launches = block.kernels + (0.0 if recipe.fused_experts else block.expert_kernels)
+    kernels = launches * rates.constants.launch_s
     recomputed = recipe.recompute_shares(recompute if block.boundary and "full" in block.saved else "none")
     attention_s = attention + core
     recompute_s = (
@@ -92,7 +91,7 @@ def compute_block_time(
         + recomputed.traffic * (moved + kernels)
         + again
     )
-    started = block.kernels * rates.constants.host_s
+    started = 0.0 if recipe.graphs else launches * rates.constants.host_s
     short = max(0.0, started - forward - attention_s - moved - kernels)
     flops = block.flops * micro_batch / (tp * cp)
     recompute_flops = _recompute_flops(block, recomputed) * micro_batch / (tp * cp)
@@ -141,6 +140,22 @@ def _compute_block_time_on_cpu(
         + again,
         flops=3 * block.flops * key.micro_batch / ranks,
         recompute_flops=_recompute_flops(block, recomputed) * key.micro_batch / ranks,
+    )
+
+
+def _cast_elements(recipe: Recipe, block: BlockFacts) -> float:
+    """Return the elements of a sample that a forward pass casts: inputs and outputs of products.
+
+    A fused kernel of experts casts the activations between their two products itself.
+    """
+    return sum(
+        product.rows
+        * (
+            (product.inner if product.cut == "columns" else product.columns)
+            if recipe.fused_experts and product.active > 1
+            else product.inner + product.columns
+        )
+        for product in block.products
     )
 
 

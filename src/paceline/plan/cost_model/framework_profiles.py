@@ -44,6 +44,8 @@ class Recipe:
     gather, reduce: bytes sent per parameter by gathers of ZeRO and by the averaging of gradients.
     products: speed of matrix products relative to the libraries of 2023. grouped: speed of the products of
     experts relative to those.
+    fused_experts: the products of all experts are one kernel, which also computes their activations and
+    casts. graphs: the host starts a whole step at once (CUDA graphs).
     fused: attention without its scores in memory. attention: its speed relative to FlashAttention-2.
     fused_gate: the activation of a gate and its product are one kernel, which keeps only its inputs.
     elementwise: memory traffic of other operations, relative to kernels that are fused as in Megatron.
@@ -85,6 +87,8 @@ class Recipe:
     cast_traffic: float = 3.0
     products: float = 1.0
     grouped: float = 1.0
+    fused_experts: bool = False
+    graphs: bool = False
     fused: bool = True
     fused_gate: bool = False
     attention: float = 1.0
@@ -242,6 +246,13 @@ NEMO = replace(
     selective="products",
     loss=4.0,
 )
+# Megatron-Bridge since 26.06, for gated experts in MXFP8 on Blackwell (its pull requests 3983, 4249 and 4606,
+# 2026): the products of all experts are one kernel, as fast as other products; their traffic overlaps with
+# computing, for which DeepSeek-AI 2024 (arXiv 2412.19437, section 3.2.1) hides it completely; and CUDA graphs
+# start whole steps. Nothing of it is fitted.
+NEMO_FUSED = replace(
+    NEMO, name="nemo-26.06", grouped=1.0, fused_experts=True, graphs=True, overlaps_experts=0.8
+)
 # Megatron-Core with its overlaps switched off and its fused loss, which computes gradients in place; speeds
 # are fitted
 MEGATRON_PLAIN = replace(
@@ -272,6 +283,7 @@ RECIPES: Mapping[str, Recipe] = {
         LLM_FOUNDRY,
         BIGSCIENCE,
         NEMO,
+        NEMO_FUSED,
         MEGATRON_PLAIN,
         MAXTEXT,
     )

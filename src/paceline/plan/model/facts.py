@@ -166,8 +166,8 @@ class BlockFacts:
     attention read and write in a forward pass.
     boundary: elements of the block's output. sums: all-reduces of its output under tensor parallelism,
     forward.
-    kernels: operations launched forward. operations: all but products and attention, views included, if
-    counted.
+    kernels: operations launched forward, besides `expert_kernels`, which are divided with the experts.
+    operations: all but products and attention, views included, if counted.
     tensors: number of parameter tensors, if counted; largest: elements of the largest.
     whole: under tensor parallelism, activations between split layers are whole on each rank. lives: if
     traced.
@@ -189,6 +189,7 @@ class BlockFacts:
     boundary: float = 0.0
     sums: float = 0.0
     kernels: int = 10
+    expert_kernels: int = 0
     operations: tuple[Operation, ...] = ()
     tensors: int = 0
     largest: int = 0

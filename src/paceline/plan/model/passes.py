@@ -75,6 +75,7 @@ def _combine_block(parts: Sequence[BlockFacts], rates: Sequence[float]) -> Block
         ),
         boundary=max(block.boundary for block in parts),
         kernels=round(sum(block.kernels * rate for block, rate in pairs)),
+        expert_kernels=round(sum(block.expert_kernels * rate for block, rate in pairs)),
         operations=tuple(
             replace(operation, count=operation.count * rate)
             for block, rate in pairs

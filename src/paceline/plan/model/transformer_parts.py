@@ -40,6 +40,7 @@ def join_parts(name: str, m: Transformer, *parts: BlockFacts) -> BlockFacts:
         boundary=float(m.hidden * m.seq),
         sums=sum(part.sums for part in parts),
         kernels=sum(part.kernels for part in parts),
+        expert_kernels=sum(part.expert_kernels for part in parts),
     )
 
 
@@ -210,7 +211,8 @@ def expert_part(m: Transformer) -> BlockFacts:
             TensorVolume(whole=4.0 * active * h * s, split=float((2 + m.gated) * used * s))
         ),
         sums=1,
-        kernels=10 + 4 * m.gated + 20 + 4 * m.experts,
+        kernels=10 + 4 * m.gated + 20,
+        expert_kernels=4 * m.experts,
     )
 
 
