@@ -1,7 +1,7 @@
 """Step time and peak tensor memory of trainings on this machine, measured on real ranks."""
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from paceline.distributed.world import read_world
 from paceline.errors import Error
 from paceline.launch.rank_pool import Ranks
 from paceline.parallel.ddp import release
+from paceline.parallel.shared_exchange import find_exchange
 from paceline.plan.plan import Plan, micro_batch_size, parse
 from paceline.plan.search.candidates import enumerate_candidates
 from paceline.spec import Spec
@@ -74,10 +75,11 @@ def _count_peak_bytes(spec: Spec, plan: str) -> int:
         0,
         COUNTED_STEPS,
     )
+    find_exchange()  # its memory belongs to all ranks, and only what they write to it exists
     existing = set(_storages())
     prepared = build_training(spec, on, me, task, CPU, training=data.training)
     new = (storage for storage_key, storage in _storages().items() if storage_key not in existing)
-    with TensorMemoryCounter(new) as counter:
+    with TensorMemoryCounter(new, existing) as counter:
         source = batches(data.training, parts, CPU, 0, spec.data.prefetch)
         for step in range(COUNTED_STEPS):
             micro_batches = [next(source) for _ in range(on.microbatches)]
@@ -89,13 +91,14 @@ def _count_peak_bytes(spec: Spec, plan: str) -> int:
 
 
 class TensorMemoryCounter(TorchDispatchMode):
-    """Peak bytes of real tensors.
+    """Peak bytes of real tensors, without those in the storages `ignored`.
 
     torch 2.13: torch.profiler does not see memory that gloo's threads release.
     """
 
-    def __init__(self, existing: Iterable[Any]):
+    def __init__(self, existing: Iterable[Any], ignored: Collection[int] = ()):
         super().__init__()
+        self.ignored = ignored
         self.storages = {storage._cdata: storage._weak_ref() for storage in existing}
         self.peak_bytes = 0
 
@@ -108,6 +111,7 @@ class TensorMemoryCounter(TorchDispatchMode):
                 type(leaf) in (Tensor, torch.nn.Parameter)
                 and not leaf.is_meta
                 and (key := storage_id(leaf)) not in self.storages
+                and key not in self.ignored
             ):
                 self.storages[key] = leaf.untyped_storage()._weak_ref()
         self.peak_bytes = max(self.peak_bytes, sum(self._sizes()))

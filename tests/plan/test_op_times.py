@@ -1,5 +1,7 @@
 """Time of a CPU rank: between measured sizes, on shared cores, with the overhead of engines."""
 
+import dataclasses
+
 import pytest
 
 from paceline.bench.result import Result
@@ -8,10 +10,13 @@ from paceline.cluster.facts import Cluster, Device, Engine, Fact, Link, Pace
 from paceline.cluster.published import find
 from paceline.plan.cost_model.constants import CPU
 from paceline.plan.cost_model.cpu import build_op_times, describe_host
+from paceline.plan.cost_model.cpu_compute_time import step_operations_s
 from paceline.plan.cost_model.framework_profiles import FLOAT32
-from paceline.plan.cost_model.op_times import KINDS, OpTimeTable
+from paceline.plan.cost_model.op_times import KINDS, MAX_SLOWDOWN, OpTimeTable
 from paceline.plan.cost_model.predict import predict
 from paceline.plan.cost_model.rates import device_rates
+from paceline.plan.model.facts import BlockFacts, Product
+from paceline.plan.model.operations import Operation
 from paceline.plan.plan import parse
 from paceline.spec import Spec
 from paceline.tasks.text import Text
@@ -56,6 +61,40 @@ def test_interpolation_between_sizes() -> None:
     assert paces.seconds("move", 100.0) == pytest.approx(10.0)
     assert paces.seconds("move", 5000.0) == pytest.approx(500.0)
     assert paces.seconds("draw backward", 5.0) == 0.0
+
+
+def test_measured_steps_slow_all_operations() -> None:
+    """A step takes longer than the sum of its operations, and so do predictions; noise is limited."""
+
+    def slowed(*ratios: float) -> float:
+        sizes = (1e-3, 1e-2)[: len(ratios)]
+        seconds = tuple(size * ratio for size, ratio in zip(sizes, ratios, strict=True))
+        steps = [Pace(operation="step", threads=1, sizes=sizes, seconds=seconds)] if ratios else []
+        cluster = machine(paces=(*measured(1, 1e-6), *steps))
+        return build_op_times(cluster, describe_host(cluster, 4), 1e9, 1e9).seconds("move", 1.0) / 1e-6
+
+    assert slowed() == pytest.approx(1.0)
+    assert slowed(1.2, 1.2) == pytest.approx(1.2)
+    assert slowed(1.1, 1.21) == pytest.approx(1.1**1.5)
+    assert slowed(0.7) == pytest.approx(1.0)
+    assert slowed(9.0) == pytest.approx(MAX_SLOWDOWN)
+
+
+def test_operations_of_a_step_are_summed() -> None:
+    """With the same time for each operation, the sum is their number."""
+    kinds = {pace.operation for pace in measured(1, 1.0)}
+    same = OpTimeTable(dict.fromkeys(kinds, ((1.0, 1.0), (1000000000000.0, 1.0))))
+    block = BlockFacts(
+        "block",
+        30,
+        products=(Product(4, 4, 4), Product(4, 4, 4, first=True)),
+        tensors=3,
+        operations=(Operation("move", 8.0, True, 2), Operation("view", 1.0, False, 1)),
+    )
+    facts = dataclasses.replace(FACTS, first=block, runs=((block, 2),), last=block)
+    products, others, updates = 2 + 1.5, 3 + 2, 3  # one product has no gradients of inputs
+    expected = 4 * (products + others + updates)
+    assert step_operations_s(same, facts, 2) == pytest.approx(expected)
 
 
 def test_interpolation_between_thread_counts() -> None:

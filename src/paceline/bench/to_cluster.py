@@ -8,6 +8,7 @@ import numpy as np
 from paceline.bench.collectives.alpha_beta import links_from_fits, nonnegative_least_squares
 from paceline.bench.result import Result
 from paceline.cluster.facts import Cluster, Device, Disk, Engine, Fact, Overlap, Pace, Rate
+from paceline.plan.cost_model.op_times import STEP
 
 IQR_SIGMAS = 1.349  # interquartile range of a normal distribution, in standard deviations
 MIN_ENGINE_S = 1e-5
@@ -72,12 +73,15 @@ def extract_rates(result: Result) -> list[Rate]:
 
 
 def extract_paces(result: Result) -> list[Pace]:
-    """Return the minimum time of each operation: other programs make threads wait for each other."""
+    """Return the minimum time of each operation: other programs make threads wait for each other.
+
+    Of a whole step, the median, since trainings take the median time.
+    """
     tables: dict[tuple[Any, Any], dict[float, float]] = {}
     for row in result.rows:
         if "operation" in row:
             tables.setdefault((row["operation"], row["threads"]), {})[float(row["size"] or 0)] = float(
-                row["min_s"] or 0
+                row["median_s" if row["operation"] == STEP else "min_s"] or 0
             )
     return [
         Pace(

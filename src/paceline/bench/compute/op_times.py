@@ -1,7 +1,7 @@
 """CPU times of single operations, from small to large, of which steps of small models consist."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,12 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.bench.compute.reference_steps import measure_reference_steps
 from paceline.bench.result import Row
 from paceline.bench.timer import WALL, Budget, measure
 from paceline.cluster.limits import usable_cores
 from paceline.distributed.process_group import keep_freed_memory
 from paceline.launch.rank_pool import Ranks
-from paceline.plan.cost_model.op_times import BACKWARD
+from paceline.plan.cost_model.op_times import BACKWARD, STEP, OpTimeTable
 
 SIZES = (2**8, 2**13, 2**16, 2**19, 2**22)  # elements
 BRANCHES = 32  # independent small operations per run, so that they share the start-up time of autograd
@@ -25,6 +26,7 @@ LARGE = 2**16  # elements
 MIN_REPETITIONS = 3
 MAX_RANKS = 8
 MIN_OPERATION_S = 5e-7
+STEP_SHARE = 0.1  # of the budget, for whole steps
 LINEAR = (
     (8, 16, 16),
     (64, 64, 64),
@@ -183,7 +185,9 @@ def measure_in_process(threads: int, budget_s: float) -> list[Row]:
     keep_freed_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    each_s = budget_s / (2 * (len(SIZES) * 8 + len(LINEAR) + len(CONVOLUTION) + len(ATTENTION)))
+    each_s = (
+        budget_s * (1 - STEP_SHARE) / (2 * (len(SIZES) * 8 + len(LINEAR) + len(CONVOLUTION) + len(ATTENTION)))
+    )
     rows: list[Row] = []
 
     def time(kind: str, size: float, count: int, run: Callable[[], object]) -> None:
@@ -204,9 +208,23 @@ def measure_in_process(threads: int, budget_s: float) -> list[Row]:
                 _subtract(rows[-1], overhead_s)
         for elements, update in _build_updates():
             time("update", elements, BRANCHES if elements < LARGE else LARGE_BRANCHES, update)
+        rows += _measure_steps(rows, threads, budget_s * STEP_SHARE)
     finally:
         torch.set_num_threads(before)
     return rows
+
+
+def _measure_steps(rows: Sequence[Row], threads: int, budget_s: float) -> list[Row]:
+    """Return a row for each reference step, whose size is the sum of its operations in `rows`."""
+    tables: dict[str, dict[float, float]] = {}
+    for row in rows:
+        tables.setdefault(str(row["operation"]), {})[float(row["size"] or 0)] = float(row["min_s"] or 0)
+    op_times = OpTimeTable({kind: tuple(sorted(table.items())) for kind, table in tables.items()})
+    steps: list[Row] = []
+    for alone_s, timing in measure_reference_steps(op_times, budget_s):
+        step: dict[str, Any] = {"operation": STEP, "threads": threads, "size": alone_s}
+        steps.append(step | timing.fields())
+    return steps
 
 
 def _subtract(row: Row, seconds: float) -> None:

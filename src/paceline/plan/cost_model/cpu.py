@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from paceline.cluster.facts import Cluster
 from paceline.plan.cost_model.constants import CPU, OverheadCosts
-from paceline.plan.cost_model.op_times import OpTimeTable, blend, guess_op_times
+from paceline.plan.cost_model.op_times import OpTimeTable, blend, guess_op_times, in_steps
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,14 @@ def build_op_times(cluster: Cluster, host: CpuHost, flops: float, memory_Bps: fl
 
 def _measured_op_times(cluster: Cluster, threads: int) -> OpTimeTable:
     rows = [pace for pace in cluster.paces if pace.threads == threads]
-    return OpTimeTable({pace.operation: tuple(zip(pace.sizes, pace.seconds, strict=True)) for pace in rows})
+    return in_steps(
+        OpTimeTable({pace.operation: tuple(zip(pace.sizes, pace.seconds, strict=True)) for pace in rows})
+    )
 
 
 def _on_shared_cores(op_times: OpTimeTable, crowd: float) -> OpTimeTable:
     """Return the times on a shared core: ranks take turns, and find the caches filled by others."""
-    slowdown = crowd * CPU.turns if crowd > 1 else 1.0
-    tables = {
-        kind: tuple((size, seconds * slowdown) for size, seconds in table)
-        for kind, table in op_times.tables.items()
-    }
-    return OpTimeTable(tables, op_times.measured)
+    return op_times.slowed(crowd * CPU.turns if crowd > 1 else 1.0)
 
 
 def build_engine_costs(cluster: Cluster, host: CpuHost) -> dict[str, dict[int, OverheadCosts]]:

@@ -1,9 +1,9 @@
 """Compute time of one block on a CPU rank, which runs operations strictly one after another."""
 
-from paceline.plan.cost_model.framework_profiles import Recipe
+from paceline.plan.cost_model.framework_profiles import FLOAT32, Recipe
 from paceline.plan.cost_model.op_times import BACKWARD, OpTimeTable
 from paceline.plan.cost_model.work_split import MicrobatchKey
-from paceline.plan.model.facts import Attention, BlockFacts, Product
+from paceline.plan.model.facts import Attention, BlockFacts, ModelFacts, Product
 from paceline.plan.model.operations import Operation
 
 
@@ -22,6 +22,20 @@ def products_s(
         inputs += 0.0 if product.first else back
         weights += back
     return forward, inputs, weights
+
+
+def step_operations_s(op_times: OpTimeTable, facts: ModelFacts, batch: int) -> float:
+    """Return the sum of the operations of a step of `batch` samples on one rank, and of its update."""
+    key = MicrobatchKey(1, 1, 1, batch, "none")
+    seconds = 0.0
+    for block, count in facts.parts():
+        sides = [(p, batch * p.rows * p.columns * p.inner, p.count) for p in block.products]
+        seconds += count * sum(products_s(op_times, sides))
+        seconds += count * sum(attention_s(op_times, block.attention, key))
+        seconds += count * sum(others_s(op_times, block, FLOAT32, key))
+        if block.tensors:
+            seconds += count * block.tensors * op_times.seconds("update", block.params / block.tensors)
+    return seconds
 
 
 def _assumed_operations(block: BlockFacts) -> tuple[Operation, ...]:

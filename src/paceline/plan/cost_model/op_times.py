@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 BACKWARD = " backward"
+MAX_SLOWDOWN = 1.6  # of operations in a step, relative to operations alone
+STEP = "step"  # of a training: its size is the sum of the seconds of its operations, measured alone
 # Sizes count multiplications of products and attention, parameters of an update, and else elements read and
 # written.
 KINDS = (
@@ -38,6 +40,15 @@ class OpTimeTable:
     measured: bool = True
     _cache: dict[tuple[str, float], float] = field(default_factory=dict)
 
+    def slowed(self, factor: float) -> "OpTimeTable":
+        """Return the times multiplied by `factor`, without those of steps."""
+        tables = {
+            kind: tuple((size, seconds * factor) for size, seconds in table)
+            for kind, table in self.tables.items()
+            if kind != STEP
+        }
+        return OpTimeTable(tables, self.measured)
+
     def seconds(self, kind: str, size: float) -> float:
         """Return the seconds of one operation of `kind` and `size`.
 
@@ -48,6 +59,18 @@ class OpTimeTable:
         if key not in self._cache:
             self._cache[key] = _interpolate(self.tables[kind], size) if kind in self.tables else 0.0
         return self._cache[key]
+
+
+def in_steps(measured: OpTimeTable) -> OpTimeTable:
+    """Return the times of operations in a training step, if steps were measured too.
+
+    All operations get the mean factor of the steps: what delays them does not depend on their kind. A large
+    factor would come from other programs on the machine.
+    """
+    steps = measured.tables.get(STEP, ())
+    ratios = [math.log(seconds / alone_s) for alone_s, seconds in steps]
+    slowdown = math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
+    return measured.slowed(min(MAX_SLOWDOWN, max(1.0, slowdown)))
 
 
 def _interpolate(table: tuple[tuple[float, float], ...], size: float) -> float:
