@@ -10,18 +10,22 @@ from paceline.tuning.journal import (
     Finished,
     JournalWriter,
     Launched,
+    Predicted,
     Reached,
     Suggested,
     read_state,
 )
+from paceline.tuning.report.predictions import describe_predictions
 
 EVENTS = [
     Suggested(trial=0, values={"lr": 0.1, "name": "adamw", "wide": True}),
     Launched(trial=0, ranks=2),
-    Reached(trial=0, samples=320, metrics={"accuracy": 0.5, "loss": None}, seconds=2.0),
+    Reached(trial=0, samples=320, metrics={"accuracy": 0.5, "loss": None, "time": 2.0}, seconds=2.0),
     Finished(trial=0, state="complete"),
     Suggested(trial=1, values={"lr": 0.2}),
     Launched(trial=1, ranks=1),
+    Predicted(trial=0, predicted={"time": 1.5}),
+    Predicted(trial=1, problem="the model has no blocks"),
 ]
 
 
@@ -41,13 +45,27 @@ def test_state_follows_from_the_events(journal):
     assert state.skipped == 0
     first, second = state.trials.values()
     assert (first.state, first.rank_seconds, first.metrics["loss"]) == ("complete", 4.0, None)
+    assert first.metrics["predicted.time"] == 1.5
     assert (second.state, second.metrics) == ("running", {})
+    assert list(describe_predictions(state)) == [
+        "predicted / measured, median and range: time 0.75 (0.75 to 0.75)",
+        "1 trial without a prediction: the model has no blocks",
+    ]
 
 
 def test_lines_are_plain_json(journal):
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     names = [line["event"] for line in lines]
-    assert names == ["suggested", "launched", "reached", "finished", "suggested", "launched"]
+    assert names == [
+        "suggested",
+        "launched",
+        "reached",
+        "finished",
+        "suggested",
+        "launched",
+        "predicted",
+        "predicted",
+    ]
     assert lines[0]["values"] == {"lr": 0.1, "name": "adamw", "wide": True}
 
 

@@ -153,7 +153,7 @@ def test_job_script_runs_the_controller(tmp_path):
         (["--nodes", "2"], "ranks=1 cannot be spread evenly over 2 nodes; use --ranks 2"),
         (
             ["--nodes", "2", "--ranks", "4", "--ranks-per-trial", "3"],
-            "from 1 to the 2 ranks of a node, got 3",
+            "from 1 to the 2 ranks of a node, since a trial cannot span nodes, got 3; use --ranks 6",
         ),
         (["--nodes", "2", "--launcher", "local"], "nodes=2 requires launcher slurm or ray"),
         (["--launcher", "pbs"], "launcher"),

@@ -63,6 +63,9 @@ def test_each_trial_is_a_run_with_its_values(study):
         assert trial.metrics["loss"] == last.metrics["loss"]
         assert run.checkpoints()[-1] == 4
         assert trial.metrics["time"] == trial.seconds > 0
+        assert trial.not_predicted == ""
+        assert trial.predicted["parameters"] == trial.metrics["parameters"]
+        assert min(trial.predicted[name] for name in ("step_s", "memory", "time")) > 0
         assert json.loads(run.provenance.read_text())["command"][1] == "tune"
 
 
@@ -176,6 +179,11 @@ def test_trials_that_end_without_an_error_are_described(tmp_path):
     assert exited.message.startswith(
         "the trial failed: ended with exit status 0 before the training was over"
     )
+    assert [trial.not_predicted for trial in (killed, exited, complete)] == [
+        "the prediction was killed by SIGKILL",
+        "the prediction failed: ended with exit status 0 before it was over",
+        "",
+    ]
     for trial in (killed, exited):
         [failed] = events_of_kind(tmp_path / "s" / "trials" / str(trial.number), Failed)
         assert failed.message == trial.message
@@ -249,6 +257,11 @@ def test_unknown_metric_ends_the_study_after_its_first_evaluation(tmp_path):
             "metrics must be 'min NAME' or 'max NAME', got 'loss'",
         ),
         (["--space", "width=8,16", "--ranks-per-trial", "2"], "use --ranks 2"),
+        (["--space", "width=8,16", "--metric", "min price"], "cluster.json does not give it"),
+        (
+            ["--space", "width=8,16", "--metric", "min energy", "--ranks", "2"],
+            "cannot be divided between trials that share it; use --ranks-per-trial 2",
+        ),
         (["--space", "width"], "--space must be NAME=RANGE"),
         (["--space", "width=8,16", "--ranks", "100000"], "--ranks must be at most"),
         (["--grid", "lr=log:1:2"], "has no step"),

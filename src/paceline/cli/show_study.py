@@ -13,6 +13,7 @@ def show_study(path: Path, csv: Path | None = None, optuna: Path | None = None) 
     from paceline.tuning.journal import read_state
     from paceline.tuning.outcome import collect_results
     from paceline.tuning.report.optuna_export import compute_importance, export_study
+    from paceline.tuning.report.predictions import describe_predictions
     from paceline.tuning.report.results import SHOWN_TRIALS, build_table, count_states, format_csv
 
     folder = open_own_study(path)
@@ -31,6 +32,8 @@ def show_study(path: Path, csv: Path | None = None, optuna: Path | None = None) 
     if importance := compute_importance(definition, state):
         shares = ", ".join(f"{name} {share:.0%}" for name, share in importance.items())
         console.print(f"share of the variance of {definition.objectives[0].name}: {shares}", markup=False)
+    for line in describe_predictions(state):
+        console.print(line, markup=False)
     if folder.best.exists():
         console.print(f"best configuration: {folder.best}", markup=False)
     if csv is not None:

@@ -4,7 +4,7 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from paceline import events
@@ -14,6 +14,7 @@ from paceline.launch.signals import STOPPED, Interrupt
 from paceline.run import RunFolder
 from paceline.spec import suggest
 from paceline.tuning.definition import StudyDefinition
+from paceline.tuning.executors.background_predictions import BackgroundPredictions, Prediction
 from paceline.tuning.executors.pool import POLL_S, Executor, RunningTrial
 from paceline.tuning.folder import StudyFolder
 from paceline.tuning.journal import (
@@ -21,12 +22,14 @@ from paceline.tuning.journal import (
     Finished,
     JournalWriter,
     Launched,
+    Predicted,
     Reached,
     StudyState,
     Suggested,
     Trial,
     read_state,
 )
+from paceline.tuning.measured_cost import WHY_MISSING, measure_cost, read_price
 from paceline.tuning.optuna_needs import NEEDS
 from paceline.tuning.outcome import (
     MEASURED,
@@ -60,7 +63,7 @@ class Controller:
     def __init__(self, folder: StudyFolder, definition: StudyDefinition, report: Report):
         self._folder, self._definition, self._report = folder, definition, report
         self._is_metric_known = False
-        self._checked = 0.0
+        self._checked, self._price = 0.0, read_price()
         self._curves: dict[int, EvaluationCurve] = {}
         self._begin: dict[int, int] = {}  # position of the first event of the training of a trial
 
@@ -86,7 +89,13 @@ class Controller:
         with Interrupt() as interrupt, executor:
             self._definition = self._definition.choose_threads(executor.cores_per_rank)
             self._definition.write(self._folder.definition)  # --resume may have changed it, too
-            with Preparation(self._folder, self._definition, self.state) as self._preparation:
+            with (
+                Preparation(self._folder, self._definition, self.state) as self._preparation,
+                BackgroundPredictions(executor.server) as self._predictions,
+            ):
+                for trial in self.state.trials.values():
+                    if trial.is_over and trial.ranks is not None:  # it was stopped before the prediction
+                        self._predict(trial)
                 while not interrupt.is_requested and time.monotonic() < deadline:
                     if self._advance(executor):
                         return True
@@ -106,13 +115,27 @@ class Controller:
         while (number := self._choose_next(executor, executor.running)) is not None:
             if not self._start(executor, number):
                 break
+        self._store(self._predictions.collect())
         if not executor.running:
             self._end_paused()
             self._check_refusals(max(1, len(self.state.trials)))
+            self._store(self._predictions.finish())
             return True
         self._check_first_evaluation(executor)
         self._prepare_ahead()
         return False
+
+    def _predict(self, trial: Trial) -> None:
+        """Predict the whole training of a trial while it trains, unless that was done before its start."""
+        if not trial.predicted and not trial.not_predicted:
+            overrides = {"plan": trial.plan} if trial.plan is not None else {}
+            spec, launch = self._definition.build_request(trial.values, overrides)
+            self._predictions.add(trial.number, spec, launch, trial.ranks or 1)
+
+    def _store(self, predictions: Iterator[tuple[int, Prediction]]) -> None:
+        for number, prediction in predictions:
+            event = Predicted(trial=number, predicted=prediction.quantities, problem=prediction.problem)
+            self._write(event)
 
     def _start_prepared(self, executor: Executor, ended: Collection[int]) -> None:
         """Start trials that were prepared while all ranks were busy."""
@@ -212,6 +235,7 @@ class Controller:
         self._preparation.forget(number)
         if is_trained(run, prepared.spec):  # the controller was killed before it wrote this down
             self._finish_trained(trial, run, max(0.0, measure_seconds(run) - trial.seconds))
+            self._predict(trial)
             return True
         self._begin[number] = events.end(run.events)
         launched = Launched(
@@ -219,6 +243,7 @@ class Controller:
         )
         self._write(launched)
         executor.start(number, run.path, self._folder.log(number), placement.ranks)
+        self._predict(trial)
         return True
 
     def _check_refusals(self, least: int = REFUSED_IN_A_ROW) -> None:
@@ -249,6 +274,7 @@ class Controller:
     def _finish_trained(self, trial: Trial, run: RunFolder, seconds: float) -> None:
         samples, metrics = read_metrics(run)
         metrics["time"] = trial.seconds + seconds
+        metrics |= measure_cost(run, trial.rank_seconds + seconds * (trial.ranks or 1), self._price)
         self._check_metrics(metrics)
         self._write(Reached(trial=trial.number, samples=samples, metrics=metrics, seconds=seconds))
         missing = [goal.name for goal in self._definition.objectives if trial.metrics.get(goal.name) is None]
@@ -274,6 +300,8 @@ class Controller:
     def _check_metrics(self, metrics: dict[str, Any]) -> None:
         for goal in self._definition.objectives:
             if goal.name not in metrics and not goal.name.startswith(PREFIX):
+                if goal.name in WHY_MISSING:
+                    raise SpecError(f"--metric {str(goal)!r}: {WHY_MISSING[goal.name]}")
                 names = [name for name in metrics if name not in MEASURED]
                 hint = suggest(goal.name, names) if names else "; the task has no validation split"
                 raise SpecError(f"--metric {str(goal)!r}: the evaluations have no {goal.name}{hint}")

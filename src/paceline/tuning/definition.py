@@ -142,7 +142,11 @@ class Search(Value):
                 f"ranks={self.ranks} cannot be spread evenly over {self.nodes} nodes; use --ranks {more}"
             )
         if isinstance(self.ranks_per_trial, int) and not 1 <= self.ranks_per_trial <= self.ranks_per_node:
-            where = f"ranks={self.ranks}" if self.nodes == 1 else f"the {self.ranks_per_node} ranks of a node"
+            where = (
+                f"ranks={self.ranks}"
+                if self.nodes == 1
+                else f"the {self.ranks_per_node} ranks of a node, since a trial cannot span nodes"
+            )
             raise ValueError(
                 f"ranks_per_trial must be from 1 to {where}, got {self.ranks_per_trial}; "
                 f"use --ranks {max(1, self.ranks_per_trial) * self.nodes}"

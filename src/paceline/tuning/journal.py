@@ -42,6 +42,14 @@ class Launched(StudyEvent):
     predicted: dict[str, float] = {}
 
 
+class Predicted(StudyEvent):
+    """A trial was predicted while it trained. problem: why it cannot be predicted."""
+
+    trial: int = Field(ge=0)
+    predicted: dict[str, float] = {}
+    problem: str = ""
+
+
 class Reached(StudyEvent):
     """A trial was trained and evaluated. metrics: of its last evaluation, and measured quantities."""
 
@@ -69,7 +77,7 @@ class Finished(StudyEvent):
 
 
 KINDS: dict[str, type[StudyEvent]] = {
-    kind.__name__.lower(): kind for kind in (Suggested, Launched, Reached, Exploited, Finished)
+    kind.__name__.lower(): kind for kind in (Suggested, Launched, Predicted, Reached, Exploited, Finished)
 }
 
 
@@ -110,6 +118,7 @@ class Trial:
     ranks: int | None = None
     plan: str | None = None
     predicted: dict[str, float] = field(default_factory=dict)
+    not_predicted: str = ""  # why
     stages: list[Reached] = field(default_factory=list)
     message: str = ""
     seconds: float = 0.0  # of training
@@ -160,7 +169,9 @@ def _update(trial: Trial, event: StudyEvent) -> None:
     match event:
         case Launched():
             trial.state, trial.ranks, trial.plan = "running", event.ranks, event.plan
-            trial.predicted = event.predicted
+            trial.predicted = event.predicted or trial.predicted
+        case Predicted():
+            trial.predicted, trial.not_predicted = event.predicted, event.problem
         case Reached():
             trial.state = "paused"
             trial.stages.append(event)

@@ -13,7 +13,8 @@ from paceline.spec import Spec
 from paceline.tuning.folder import StudyFolder
 from paceline.tuning.journal import Finished, Metrics, Reached, StudyState
 
-MEASURED = ("step_s", "parameters", "memory", "time")  # quantities that may be objectives besides metrics
+# Quantities that may be objectives besides metrics.
+MEASURED = ("step_s", "parameters", "memory", "time", "energy", "price")
 MEASURED_STEPS = 200  # last steps whose median is the step time
 
 

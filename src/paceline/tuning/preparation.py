@@ -107,7 +107,9 @@ class Preparation:
         """
         request, shares = self._definition.request, list_shares(self._definition.search)
         threads = self._definition.search.threads
-        defaults = {"threads": threads, "report": False, "monitor": "off"}
+        defaults: dict[str, Any] = {"threads": threads, "report": False}
+        if all(goal.name != "energy" for goal in self._definition.objectives):
+            defaults["monitor"] = "off"
         given = request.keys() | {parameter.key for parameter in self._definition.space.parameters}
         overrides = {key: value for key, value in defaults.items() if key not in given and value is not None}
         overrides |= {"ranks": placement.ranks, "launcher": "local"}

@@ -68,7 +68,8 @@ def _run_here(request: TuningRequest) -> int:
         definition = open_definition(request)
         ranks = definition.search.ranks
         check_count(ranks)
-        return _run(open_folder(request, definition), definition, Executor([LocalNode(ranks, cores, server)]))
+        executor = Executor([LocalNode(ranks, cores, server)], server)
+        return _run(open_folder(request, definition), definition, executor)
 
 
 def _run_on_nodes(request: TuningRequest, launcher: str) -> int:

@@ -41,11 +41,15 @@ def open_definition(request: TuningRequest) -> "StudyDefinition":
     """Return the study of a command line, new or continued. Raises an Error."""
     from paceline.tuning.definition import define_study, read_definition
     from paceline.tuning.folder import open_study
+    from paceline.tuning.measured_cost import check_measured_cost
 
     if not request.is_resume:
-        return define(request)
-    tree, ranges, before = read_definition(open_study(Path(request.target)).definition)
-    return define_study(tree, ranges, before | dict(request.search))
+        definition = define(request)
+    else:
+        tree, ranges, before = read_definition(open_study(Path(request.target)).definition)
+        definition = define_study(tree, ranges, before | dict(request.search))
+    check_measured_cost(definition)
+    return definition
 
 
 def open_folder(request: TuningRequest, definition: "StudyDefinition") -> "StudyFolder":

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from paceline.launch.fork_server import ForkServer, is_safe, start_server
 from paceline.launch.spawn import Child
@@ -52,30 +53,40 @@ class LocalNode:
         return self._cores
 
     def start(self, run: Path, log: Path, ranks: int, slots: Sequence[int]) -> Child:
-        environ = _choose_devices(slots)
         with open(log, "ab") as output:
-            if self._server is not None and self._server.has_answered(0.0):
-                read, write = os.pipe()
-                with os.fdopen(write, "wb") as request:
-                    request.write(json.dumps([str(run), ranks, os.getpid()]).encode())
-                try:
-                    forked = self._server.fork(environ, output, read)
-                finally:
-                    os.close(read)
-                if forked is not None:
-                    return forked
-            return subprocess.Popen(
-                [sys.executable, *WORDS, str(run), str(ranks), str(os.getpid())],
-                env={**os.environ, **environ},
-                stdin=subprocess.DEVNULL,
-                stderr=output,
-                start_new_session=True,
-            )
+            words = ["train", str(run), str(ranks), str(os.getpid())]
+            return start_process(self._server, words, _choose_devices(slots), output)
 
     def watch(self, child: Child) -> int | None:
         with contextlib.suppress(OSError):  # a kernel before 5.3
             return os.pidfd_open(child.pid)
         return None
+
+
+def start_process(
+    server: ForkServer | None, words: Sequence[str], environ: Mapping[str, str], output: IO[bytes]
+) -> Child:
+    """Fork or spawn a process with these arguments (see `trial_process.main`).
+
+    environ: additional variables. output: the file for its standard error.
+    """
+    if server is not None and server.has_answered(0.0):
+        read, write = os.pipe()
+        with os.fdopen(write, "wb") as request:
+            request.write(json.dumps(words).encode())
+        try:
+            forked = server.fork(environ, output, read)
+        finally:
+            os.close(read)
+        if forked is not None:
+            return forked
+    return subprocess.Popen(
+        [sys.executable, *WORDS, *words],
+        env={**os.environ, **environ},
+        stdin=subprocess.DEVNULL,
+        stderr=output,
+        start_new_session=True,
+    )
 
 
 def _choose_devices(slots: Sequence[int]) -> Mapping[str, str]:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Protocol
 
 from paceline.errors import LaunchError
+from paceline.launch.fork_server import ForkServer
 from paceline.launch.spawn import Child
 
 STOP_S = 40.0  # for a trial to save after a request to stop
@@ -85,10 +86,11 @@ class Executor:
     """A pool of ranks of some nodes. A trial occupies ranks of one node, so that they are close.
 
     As a context, it waits until the nodes are ready, and at the end stops all trials.
+    server: from which this machine forks processes.
     """
 
-    def __init__(self, nodes: Sequence[Node]):
-        self.nodes = list(nodes)
+    def __init__(self, nodes: Sequence[Node], server: ForkServer | None = None):
+        self.nodes, self.server = list(nodes), server
         self.running: dict[int, RunningTrial] = {}
         self.cores_per_rank = 1.0
         self._free = {node.name: list(range(node.ranks)) for node in nodes}

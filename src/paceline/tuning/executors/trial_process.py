@@ -23,6 +23,7 @@ from paceline.run import open_run
 
 WORDS = ("-m", "paceline.tuning.executors.trial_process")
 FAILED = 2
+NICENESS = 19  # of predictions, which must not slow down trials
 # What trials import while they train or end, such as for the first checkpoint.
 IMPORTED_LATE = (
     "paceline.inspect.find",
@@ -40,7 +41,11 @@ IMPORTED_LATE = (
 
 
 def main() -> None:
-    """Be the server: `trial_process server SOCKET`. Be a trial: `trial_process RUN RANKS CALLER`."""
+    """Be what the first argument says.
+
+    `server SOCKET`: fork processes that get the other arguments. `train RUN RANKS CALLER`: be a trial.
+    `predict SPEC LAUNCH RANKS CALLER`: predict one, and print its quantities as JSON.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the controller, which stops the trials
     if sys.argv[1:2] == ["server"]:
         _import_late_modules()
@@ -51,12 +56,15 @@ def main() -> None:
             return
         _, [request] = forked
         with os.fdopen(request, "rb") as file:
-            run, ranks, caller = json.loads(file.read())
+            words = json.loads(file.read())
         is_forked = True
     else:
-        run, ranks, caller = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-        is_forked = False
-    status = _train(Path(run), ranks, caller, is_forked)
+        words, is_forked = sys.argv[1:], False
+    caller = int(words[-1])
+    if words[0] == "predict":
+        status = _predict(words[1], words[2], int(words[3]), caller)
+    else:
+        status = _train(Path(words[1]), int(words[2]), caller, is_forked)
     sys.stdout.flush()
     sys.stderr.flush()
     # The end of the interpreter writes to most pages that the process shares with the server, which takes
@@ -69,6 +77,27 @@ def _import_late_modules() -> None:
         importlib.import_module(name)
     if importlib.util.find_spec("tensorboard") is not None:
         importlib.import_module("paceline.report.scalar_writer")
+
+
+def _predict(spec: str, launch: str, ranks: int, caller: int) -> int:
+    """Print what is predicted of a training and return the exit status.
+
+    An error is the last line of the output.
+    """
+    os.nice(NICENESS)
+    _follow_caller(caller)
+    from paceline.spec import Launch, Spec
+    from paceline.tuning.prediction.predict import predict_quantities
+
+    try:
+        quantities = predict_quantities(
+            Spec.model_validate_json(spec), Launch.model_validate_json(launch), ranks
+        )
+    except Error as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return FAILED
+    print(json.dumps(quantities), file=sys.stderr)
+    return 0
 
 
 def _train(run: Path, ranks: int, caller: int, is_forked: bool) -> int:

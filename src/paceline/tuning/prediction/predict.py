@@ -5,11 +5,15 @@ A trial that cannot fit is refused, or gets another plan or more ranks, before a
 
 import contextlib
 import functools
+import math
+from dataclasses import dataclass
 
 from paceline.cluster.facts import Cluster
 from paceline.errors import DataError, PlanError
 from paceline.plan.cost_model.cost import Cost, compute_bill
 from paceline.plan.cost_model.optimizer_state import recipe_of_request
+from paceline.plan.model.facts import ModelFacts
+from paceline.plan.plan import Plan
 from paceline.plan.search.best_plans import find_best_plans
 from paceline.spec import Launch, Spec
 from paceline.task import Task, has_own_optimizer, load_task
@@ -32,23 +36,58 @@ def predict_trial(spec: Spec, launch: Launch, ranks: int) -> Placement:
     Error of a task that cannot be described.
     """
     from paceline.training.auto_plan import shorten_plan
+
+    model = _describe_model(spec, launch)
+    plan = _name_plan(launch, ranks)
+    if plan is not None:
+        _, cost = model.predict(plan, ranks)
+        if cost.memory.fits():
+            return Placement(ranks, None, model.list_quantities(cost, ranks))
+    try:
+        best, cost = model.predict(None, ranks)
+    except PlanError as error:
+        raise RefusedTrial(str(error)) from error
+    return Placement(ranks, str(shorten_plan(best, ranks)), model.list_quantities(cost, ranks))
+
+
+def predict_quantities(spec: Spec, launch: Launch, ranks: int) -> dict[str, float]:
+    """Return what is predicted of a trial under its plan. Raises an Error if it cannot be predicted."""
+    model = _describe_model(spec, launch)
+    _, cost = model.predict(_name_plan(launch, ranks), ranks)
+    return {name: value for name, value in model.list_quantities(cost, ranks).items() if math.isfinite(value)}
+
+
+def _name_plan(launch: Launch, ranks: int) -> str | None:
+    """Return the plan of a trial, or None if it is the fastest that fits."""
+    plan = launch.plan or ("ddp" if ranks > 1 else "single")
+    return None if plan == "auto" else plan
+
+
+@dataclass(frozen=True)
+class _DescribedModel:
+    """What the prediction of a trial needs to know."""
+
+    spec: Spec
+    task: Task
+    facts: ModelFacts
+    cluster: Cluster
+
+    def predict(self, plan: str | None, ranks: int) -> tuple[Plan, Cost]:
+        """Return a plan and its cost; None: the fastest that fits. Raises PlanError."""
+        recipe = recipe_of_request(self.spec, self.facts, has_own_optimizer(self.task))
+        found = find_best_plans(self.facts, self.cluster, self.spec.batch, plan, recipe, ranks)
+        return found.plans[0]
+
+    def list_quantities(self, cost: Cost, ranks: int) -> dict[str, float]:
+        """Return the predicted quantities by name."""
+        return _list_quantities(self.spec, self.task, self.facts.params, cost, self.cluster, ranks)
+
+
+def _describe_model(spec: Spec, launch: Launch) -> _DescribedModel:
     from paceline.training.model_facts.describe import describe
 
     task = load_task(spec.task, spec.set)
-    facts = describe(spec, task)
-    cluster, recipe = _load_cluster(launch.device), recipe_of_request(spec, facts, has_own_optimizer(task))
-    plan = launch.plan or ("ddp" if ranks > 1 else "single")
-    if plan != "auto":
-        found = find_best_plans(facts, cluster, spec.batch, plan, recipe, ranks)
-        _, cost = found.plans[0]
-        if cost.memory.fits():
-            return Placement(ranks, None, _list_quantities(spec, task, facts.params, cost, cluster, ranks))
-    try:
-        best, cost = find_best_plans(facts, cluster, spec.batch, None, recipe, ranks).plans[0]
-    except PlanError as error:
-        raise RefusedTrial(str(error)) from error
-    chosen = str(shorten_plan(best, ranks))
-    return Placement(ranks, chosen, _list_quantities(spec, task, facts.params, cost, cluster, ranks))
+    return _DescribedModel(spec, task, describe(spec, task), _load_cluster(launch.device))
 
 
 def choose_ranks(spec: Spec, launch: Launch, most: int) -> Placement:

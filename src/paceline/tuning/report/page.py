@@ -16,6 +16,7 @@ from paceline.tuning.folder import StudyFolder
 from paceline.tuning.journal import StudyState, Trial
 from paceline.tuning.report.optuna_export import compute_importance
 from paceline.tuning.report.parallel_axes import draw_parallel_axes
+from paceline.tuning.report.predictions import describe_predictions
 from paceline.tuning.report.results import count_states, find_front, format_value, order_trials
 from paceline.tuning.schedulers.median_rule import EvaluationCurve
 from paceline.version import __version__
@@ -33,6 +34,7 @@ def build_study_page(folder: StudyFolder, definition: StudyDefinition, state: St
         "Parameters and results": draw_parallel_axes(definition, state),
         "Pareto front": draw_lines(_build_front(definition, state)) if len(goals) > 1 else "",
         "Importance": _draw_importance(definition, state),
+        "Predictions": "\n".join(f"<p>{escape(line)}</p>" for line in describe_predictions(state)),
         "Trials": _build_trials(definition, state, ordered[:MAX_ROWS]),
     }
     body = "\n".join(

@@ -114,7 +114,7 @@ def format_csv(definition: StudyDefinition, state: StudyState) -> str:
     metrics = sorted({name for trial in state.trials.values() for name in trial.metrics})
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    own = ("state", "ranks", "samples", "seconds", "message")
+    own = ("state", "ranks", "samples", "seconds", "message", "not_predicted")
     writer.writerow(["trial", *names, *(f"metric.{name}" for name in metrics), *own])
     for trial in state.trials.values():
         writer.writerow(
@@ -127,6 +127,7 @@ def format_csv(definition: StudyDefinition, state: StudyState) -> str:
                 trial.stages[-1].samples if trial.stages else "",
                 round(trial.seconds, 3),
                 trial.message.splitlines()[0] if trial.message else "",
+                trial.not_predicted,
             ]
         )
     return text.getvalue()
