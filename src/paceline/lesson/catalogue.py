@@ -83,7 +83,7 @@ def format_list() -> str:
             mark = " " if find_exercise(name) is None else "*"
             lines.append(f"  {number:2} {mark} {name:{width}}  {find_lesson(name).title}")
         lines.append("")
-    return "\n".join(lines) + END
+    return "\n".join([*lines, END])
 
 
 END = """\

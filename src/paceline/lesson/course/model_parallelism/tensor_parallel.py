@@ -125,7 +125,7 @@ def draw_parts(figure):
         parts = [line[key] for line in lines]
         titles = [*(f"{name}, rank {rank}" for rank in range(n)), f"{name}, sum"]
         for axes, values, title in zip(row, [*parts, sum(parts)], titles, strict=True):
-            axes.imshow(values, cmap="RdBu", vmin=-9, vmax=9)
+            axes.imshow(values.tolist(), cmap="RdBu", vmin=-9, vmax=9)
             axes.set(xticks=[], yticks=[])
             axes.set_title(title, fontsize=9)
 
