@@ -14,7 +14,7 @@ from paceline.launch.signals import STOPPED, Interrupt
 from paceline.run import RunFolder
 from paceline.spec import suggest
 from paceline.tuning.definition import StudyDefinition
-from paceline.tuning.executors.background_predictions import BackgroundPredictions, Prediction
+from paceline.tuning.executors.background_predictions import BackgroundPredictions, TrialPrediction
 from paceline.tuning.executors.pool import POLL_S, Executor, RunningTrial
 from paceline.tuning.folder import StudyFolder
 from paceline.tuning.journal import (
@@ -132,7 +132,7 @@ class Controller:
             spec, launch = self._definition.build_request(trial.values, overrides)
             self._predictions.add(trial.number, spec, launch, trial.ranks or 1)
 
-    def _store(self, predictions: Iterator[tuple[int, Prediction]]) -> None:
+    def _store(self, predictions: Iterator[tuple[int, TrialPrediction]]) -> None:
         for number, prediction in predictions:
             event = Predicted(trial=number, predicted=prediction.quantities, problem=prediction.problem)
             self._write(event)

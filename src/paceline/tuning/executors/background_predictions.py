@@ -22,7 +22,7 @@ END_S = 10.0  # for those that are left when all trials are over
 
 
 @dataclass(frozen=True)
-class Prediction:
+class TrialPrediction:
     """What is predicted of a trial; nothing, and the reason, if it cannot be predicted."""
 
     quantities: dict[str, float]
@@ -49,7 +49,7 @@ class BackgroundPredictions:
     def __init__(self, server: ForkServer | None):
         self._server = server
         self._queue: deque[tuple[int, Spec, Launch, int]] = deque()
-        self._known: dict[str, Prediction] = {}
+        self._known: dict[str, TrialPrediction] = {}
         self._running: _Running | None = None
 
     def __enter__(self) -> Self:
@@ -63,7 +63,7 @@ class BackgroundPredictions:
         """Predict a trial later. spec, launch: of its whole training."""
         self._queue.append((trial, spec, launch, ranks))
 
-    def collect(self) -> Iterator[tuple[int, Prediction]]:
+    def collect(self) -> Iterator[tuple[int, TrialPrediction]]:
         """Yield the trials that have been predicted since the last call, and start the next prediction."""
         while self._queue:
             trial, spec, launch, ranks = self._queue[0]
@@ -79,14 +79,14 @@ class BackgroundPredictions:
             self._queue.popleft()
             yield trial, self._known[key]
 
-    def finish(self) -> Iterator[tuple[int, Prediction]]:
+    def finish(self) -> Iterator[tuple[int, TrialPrediction]]:
         """Yield the predictions that are left. Those that take too long are given up."""
         deadline = time.monotonic() + END_S
         while self._queue and time.monotonic() < deadline:
             yield from self.collect()
             time.sleep(POLL_S)
         while self._queue:
-            yield self._queue.popleft()[0], Prediction({}, "the study ended before the prediction")
+            yield self._queue.popleft()[0], TrialPrediction({}, "the study ended before the prediction")
 
     def _start(self, spec: Spec, launch: Launch, ranks: int) -> _Running:
         output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `_read` or `_end`)
@@ -109,21 +109,21 @@ def _describe(spec: Spec, launch: Launch, ranks: int) -> str:
     return f"{ranks} {launch.plan} {launch.device} {rest!r}"
 
 
-def _read(running: _Running, status: int) -> Prediction:
+def _read(running: _Running, status: int) -> TrialPrediction:
     """Return the prediction that a process printed, or why there is none."""
     with running.output as output:
         output.seek(0)
         lines = output.read().decode(errors="replace").splitlines()
     if time.monotonic() > running.deadline:
-        return Prediction({}, f"the prediction took longer than {LIMIT_S:.0f} s")
+        return TrialPrediction({}, f"the prediction took longer than {LIMIT_S:.0f} s")
     if status == 0 and lines:  # the task may have ended the process, and printed anything before
         with contextlib.suppress(ValueError, TypeError, AttributeError):
-            return Prediction({name: float(value) for name, value in json.loads(lines[-1]).items()})
+            return TrialPrediction({name: float(value) for name, value in json.loads(lines[-1]).items()})
     said = [line.removeprefix("paceline: ") for line in lines if line.startswith("paceline: ")]
     if said:
-        return Prediction({}, said[-1])
+        return TrialPrediction({}, said[-1])
     end = describe_exit(status) if status else "failed: ended with exit status 0 before it was over"
-    return Prediction({}, f"the prediction {end}")
+    return TrialPrediction({}, f"the prediction {end}")
 
 
 def _end(running: _Running) -> None:
