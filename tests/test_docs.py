@@ -293,6 +293,8 @@ CLASSES: dict[str, dict[str, type]] = {
         "cpu.": machine.Cpu,
         "memory.": machine.MemoryFacts,
         "accelerators[].": machine.Accelerator,
+        "accelerators[].mig[].": machine.MigInstance,
+        "offered_modules[].": machine.OfferedModule,
         "topology.": machine.Topology,
         "interfaces[].": machine.Interface,
         "torch.": machine.Torch,
