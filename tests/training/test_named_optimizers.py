@@ -21,14 +21,16 @@ from paceline.data.order import shuffle
 from paceline.distributed.dtensor import is_materialized
 from paceline.errors import SpecError
 from paceline.optimizer_options import OPTIMIZERS
-from paceline.plan.plan import ResolvedPlan
+from paceline.plan.plan import ResolvedPlan, parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
+from paceline.training.checkpoint.stored import load_weights
 from paceline.training.dry_run.checkpoint_size import FRAME_BYTES, compute_state_bytes
 from paceline.training.optimizer import make_optimizer
 from paceline.training.optimizers import adafactor, whole_tensor
 from paceline.training.optimizers import muon as muon_module
 from paceline.training.optimizers.muon_groups import build_muon
+from paceline.verify.run import Verification
 
 STEPS, BATCH = 20, 8
 Options = Mapping[str, Any]
@@ -417,12 +419,12 @@ def test_each_plan_equals_a_loop_by_hand(size: int, plan: str) -> None:
     assert {recipe: error for recipe, error in found.items() if not error <= 1e-10} == {}
 
 
-def save_and_resume(plan: str, recipes: list[str], folder: str, steps: int) -> dict[str, Any]:
-    """Train to a step with a checkpoint at the end, from the last checkpoint if there is one."""
+def save_and_resume(plan: str, recipes: list[str], folder: str, steps: int, begin: int) -> dict[str, Any]:
+    """Train to a step with a checkpoint at the end, from the checkpoint of step `begin` if that is not 0."""
     found = {}
     for recipe in recipes:
         run = RunFolder(Path(folder) / recipe)
-        run.path.mkdir(exist_ok=True)
+        run.path.mkdir(exist_ok=True, parents=True)
         observed: list[nn.Module] = []
         spec = request(recipe).model_copy(update={"steps": steps})
         events = list(
@@ -430,7 +432,7 @@ def save_and_resume(plan: str, recipes: list[str], folder: str, steps: int) -> d
                 spec, plan, task=Mixed(), run=run, observe=lambda model, *_, seen=observed: seen.append(model)
             )
         )
-        assert events[0].step == (0 if steps < STEPS else RESUMED), events[0]
+        assert events[0].step == begin, events[0]
         found[recipe] = {
             name: to_whole_array(tensor)
             for name, tensor in observed[-1].named_parameters()
@@ -452,15 +454,17 @@ STATEFUL = ["lamb", "novograd", "adafactor", "muon-fused"]
         slow((2, "zero1"), (2, "zero3"), [*RECIPES]),
         slow((2, "pp=2,microbatches=2"), (2, "zero1"), [*RECIPES]),
         slow((4, "dp=2,tp=2,zero=3"), (2, "zero2"), [*RECIPES]),
+        slow((2, "tp=2"), (4, "hsdp"), [*RECIPES]),
+        slow((4, "hsdp"), (4, "dp=2,tp=2,zero=3"), [*RECIPES]),
     ],
-    ids=["zero3-single", "single-tp", "zero1-zero3", "pp-zero1", "mixed-zero2"],
+    ids=["zero3-single", "single-tp", "zero1-zero3", "pp-zero1", "mixed-zero2", "tp-hsdp", "hsdp-mixed"],
 )
 def test_state_is_saved_and_read_under_another_plan(
     first: tuple[int, str], second: tuple[int, str], recipes: list[str], tmp_path: Path
 ) -> None:
-    ranks(first[0])(save_and_resume, first[1], recipes, str(tmp_path), RESUMED)
+    ranks(first[0])(save_and_resume, first[1], recipes, str(tmp_path), RESUMED, 0)
     weights: dict[str, dict[str, np.ndarray]] = {recipe: {} for recipe in recipes}
-    for rank in ranks(second[0])(save_and_resume, second[1], recipes, str(tmp_path), STEPS):
+    for rank in ranks(second[0])(save_and_resume, second[1], recipes, str(tmp_path), STEPS, RESUMED):
         for recipe in recipes:
             weights[recipe] |= rank[recipe]
     errors = {
@@ -470,6 +474,47 @@ def test_state_is_saved_and_read_under_another_plan(
         for recipe in recipes
     }
     assert {recipe: error for recipe, error in errors.items() if not error <= 1e-10} == {}
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "plan"),
+    [(2, "ddp"), (2, "zero2"), (4, "hsdp")],
+)
+def test_resumed_and_exported_weights_are_bit_equal(size: int, plan: str, tmp_path: Path) -> None:
+    recipes = ["plain_adafactor", "muon-fused", *OPTIMIZERS]
+
+    def train_in(folder: str, steps: int, begin: int) -> list[dict[str, Any]]:
+        return ranks(size)(save_and_resume, plan, recipes, str(tmp_path / folder), steps, begin)
+
+    undisturbed = train_in("undisturbed", STEPS, 0)
+    train_in("stopped", RESUMED, 0)
+    resumed = train_in("stopped", STEPS, RESUMED)
+    for recipe in recipes:
+        exported = load_weights(RunFolder(tmp_path / "stopped" / recipe).checkpoint(STEPS))
+        assert exported.keys() == train_by_hand(recipe).keys()
+        for found, expected in zip(resumed, undisturbed, strict=True):
+            for name, weights in expected[recipe].items():
+                assert np.array_equal(found[recipe][name], weights), (recipe, name)
+                assert np.array_equal(exported[name].numpy(), weights), (recipe, name)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "plans"), [("Points", ("zero2", "zero3")), ("Tempered", ("tp=2",))])
+def test_verify_accepts_each_optimizer(task: str, plans: tuple[str, ...]) -> None:
+    found = {}
+    for recipe, optimizer in RECIPES.items():
+        if recipe == "muon-fused":  # names layers of another model
+            continue
+        spec = Spec(task=f"models:{task}", batch=8, steps=3, seed=3, optimizer=optimizer)
+        with Verification(spec, 2) as verification:
+            for plan in plans:
+                verdict = verification.verify(parse(plan))
+                if not verdict.same:
+                    found[recipe, plan] = verdict.first
+    assert found == {}
 
 
 # Negative controls
