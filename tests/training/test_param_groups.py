@@ -42,6 +42,12 @@ def test_keywords_and_patterns() -> None:
     assert "tokens.weight" not in found
 
 
+def test_a_keyword_beside_others_may_match_nothing() -> None:
+    found = options_of(models.Points().model(), weight_decay=0.1, no_decay="norm,bias,embedding")
+    assert found
+    assert set(found) == set(options_of(models.Points().model(), weight_decay=0.1, no_decay="bias"))
+
+
 KINDS = ("weight", "bias")
 
 
@@ -54,6 +60,7 @@ KINDS = ("weight", "bias")
         ),
         ({"no_decay": "*"}, r"optimizer.no_decay='\*' matches all 6 trained parameters; leave some out"),
         ({"no_decay": "norm"}, "optimizer.no_decay: no trained parameter of the model matches 'norm'"),
+        ({"no_decay": "bias,none.*"}, "optimizer.no_decay: no trained parameter of the model matches 'none"),
         ({"groups": {"4.*": ParamGroup(lr=1.0), "x": ParamGroup(lr=1.0)}}, "optimizer.groups: no trained"),
         (
             {"groups": {"*": ParamGroup(lr=1.0), "4.*": ParamGroup(lr=2.0)}},

@@ -52,20 +52,21 @@ def assign_options(spec: Optimizer, model: nn.Module, names: Collection[str]) ->
 def select_names(patterns: str, model: nn.Module, names: Collection[str], key: str) -> set[str]:
     """Return the names that match patterns or keywords, separated by commas. "" matches none.
 
-    The keywords are norm (parameters of normalizations), bias and embedding. key: of the request, for
-    SpecError if a pattern matches no name.
+    The keywords are norm (parameters of normalizations), bias and embedding. Beside others that match, a
+    keyword may match no name, so that `norm,bias,embedding` serves every model. key: of the request, for
+    SpecError if a pattern, or all keywords, match no name.
     """
-    selected: set[str] = set()
-    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
-        found = _match(pattern, model) & set(names)
-        if not found:
+    parts = [part.strip() for part in patterns.split(",") if part.strip()]
+    matches = {pattern: _match(pattern, model) & set(names) for pattern in parts}
+    selected = {name for found in matches.values() for name in found}
+    for pattern, found in matches.items():
+        if not found and not (pattern in KEYWORDS and selected):
             listed = [*names][:MAX_NAMES]
             more = ", …" if len(names) > MAX_NAMES else ""
             raise SpecError(
                 f"{key}: no trained parameter of the model matches {abbreviate(pattern)}; its parameters are "
                 f"{', '.join(listed)}{more}; keywords are {', '.join(KEYWORDS)}"
             )
-        selected |= found
     return selected
 
 
