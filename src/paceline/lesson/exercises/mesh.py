@@ -32,7 +32,7 @@ check("the example", [find_group(4, (2, 3), axis) for axis in (0, 1)], [[1, 4], 
 for shape in ((4,), (2, 2, 2), (3, 1, 4), (2, 3, 2, 2)):
     grid = torch.arange(torch.Size(shape).numel()).view(shape)
     for axis in range(len(shape)):
-        lines = grid.movedim(axis, -1).flatten(0, -2).tolist()
+        lines = grid.movedim(axis, -1).reshape(-1, shape[axis]).tolist()
         expected = [next(line for line in lines if rank in line) for rank in range(grid.numel())]
         got = [find_group(rank, shape, axis) for rank in range(grid.numel())]
         check(f"shape {shape}, axis {axis}: the group of every rank", got, expected)
