@@ -115,6 +115,7 @@ def test_batch_from_file_and_bubble_warning(tmp_path: Path) -> None:
     )
     found = succeed(*words, "--plan", "tp=8,pp=12,microbatches=1", at=tmp_path).out
     assert "batch 1,536 × 2,048 tokens" in found
+    assert "data: 300 G tokens are 558.8 GiB as numbers of 2 bytes" in " ".join(found.split())
     assert (
         "of the step: tp=8,pp=12,microbatches=1 has 1 micro-batch of 384 samples; with "
         "microbatches=384, each has one sample" in found

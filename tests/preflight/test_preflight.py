@@ -266,6 +266,13 @@ def test_a_missing_last_sample_is_found(folder):
     assert results["build"] == ["skipped: requires the result of data"]
 
 
+def test_bytes_of_the_data(folder):
+    """The digits have 1,437 training samples of 8 × 8 float32, and an int64 each."""
+    training, validation = run_one("data", task="digits", batch=64)
+    assert training.endswith("; as tensors, all have about 370.5 KiB")
+    assert validation.endswith("; as tensors, all have about 92.8 KiB")
+
+
 def test_an_error_in_the_task_is_a_finding(folder):
     """Checks that would repeat the error are skipped."""
     write_task(folder, BROKEN, "broken.py")

@@ -45,6 +45,7 @@ def check_weights(context: PreflightContext) -> Results:
 
 def check_data(context: PreflightContext) -> Results:
     """Read the first and the last sample of each split as a training does."""
+    from paceline.batch import find_tensors
     from paceline.data.cache.sizes import find_sources
     from paceline.data.loader import FailedSample
 
@@ -52,12 +53,18 @@ def check_data(context: PreflightContext) -> Results:
     for samples in (context.data.training, context.data.validation, *context.data.others):
         if samples is None:
             continue
-        count = samples.count
-        for index in sorted({0, count - 1}):
+        count, ends, read_bytes = samples.count, sorted({0, samples.count - 1}), 0
+        for index in ends:
             batch = samples[([index], [index])]
             if isinstance(batch, FailedSample):
                 raise DataError(batch.message)
-        yield "passes", f"{count:,} samples of {samples.split!r}; the first and the last can be read"
+            read_bytes += sum(tensor.nbytes for tensor in find_tensors(batch))
+        size = f"; as tensors, all have about {format_bytes(read_bytes / len(ends) * count)}"
+        yield (
+            "passes",
+            f"{count:,} samples of {samples.split!r}; the first and the last can be read"
+            + (size if read_bytes else ""),
+        )
         for source in find_sources(samples.dataset):
             yield "passes", f"{samples.split!r} is {describe_source(source, mounts)}"
 

@@ -89,22 +89,23 @@ def _plans(results: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
 
 def _bills(results: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
     """Return the cost of the whole training, in a separate table because a terminal has 80 columns."""
-    has_co2 = results.co2_g_per_kWh is not None
-    rows = []
-    for plan, cost in plans:
-        bill = results.bill(cost)
-        assert bill is not None
-        values = (bill.kWh, bill.price, *([bill.co2_kg] if has_co2 else []))
-        rows.append(
-            [
-                str(plan),
-                f"{bill.days:,.1f}",
-                f"{bill.device_hours:,.0f}",
-                *("" if value is None else f"{value:,.0f}" for value in values),
-            ]
-        )
-    names = ["days", "device-hours", "kWh", "price", *(["kg CO₂"] if has_co2 else [])]
+    names = ["days", "device-hours", *_bill_names(results)]
+    rows = [[str(plan), *_format_bill(results, cost, names)] for plan, cost in plans]
     return PlanTable("whole training under", names, rows)
+
+
+def _bill_names(results: BestPlans) -> list[str]:
+    return ["kWh", "price", *(["kg CO₂"] if results.co2_g_per_kWh is not None else [])]
+
+
+def _format_bill(results: BestPlans, cost: Cost, names: Sequence[str]) -> list[str]:
+    """Return these quantities of the whole training, empty where they are unknown."""
+    bill = results.bill(cost)
+    assert bill is not None
+    values = {"device-hours": bill.device_hours, "kWh": bill.kWh, "price": bill.price, "kg CO₂": bill.co2_kg}
+    cells = {name: "" if value is None else f"{value:,.0f}" for name, value in values.items()}
+    cells["days"] = f"{bill.days:,.1f}"
+    return [cells[name] for name in names]
 
 
 def _fits(cost: Cost) -> str:
@@ -125,10 +126,27 @@ def list_notes(results: BestPlans) -> list[str]:
     lines += _warn_of_bubble(results)
     if results.interruptions is not None:
         lines.append(_describe_interruptions(results.interruptions))
+    if (stored := count_data_bytes(results)) is not None:
+        lines.append(
+            f"data: {format_count(results.tokens or 0)} tokens are {format_bytes(stored)} as numbers of "
+            f"{token_bytes(results.facts.vocab)} bytes"
+        )
     lines += results.assumed
     if guesses := results.plans[0][1].time.guesses:
         lines.append("extrapolated: " + "; ".join(guesses))
     return lines
+
+
+def token_bytes(vocab: int) -> int:
+    """Return the bytes of the number of a token, as files of tokens store it."""
+    return 2 if vocab <= 2**16 else 4
+
+
+def count_data_bytes(results: BestPlans) -> float | None:
+    """Return the bytes of the tokens of the whole training, or None if it has no tokens or no length."""
+    if results.tokens is None or not results.facts.vocab:
+        return None
+    return results.tokens * token_bytes(results.facts.vocab)
 
 
 def _describe_interruptions(found: Interruptions) -> str:
@@ -144,19 +162,16 @@ def compare_clusters(results: Sequence[BestPlans]) -> PlanTable:
     """Return a table of the best plan on each cluster; with a length, of the whole training there."""
     rate = "tokens/s" if results[0].facts.tokens > 1 else "samples/s"
     names = ["step", "±", rate, "memory"]
-    if results[0].tokens is not None:
-        names += ["days", "kWh", "price", *(["kg CO₂"] if results[0].co2_g_per_kWh is not None else [])]
+    billed = ["days", *_bill_names(results[0])] if results[0].tokens is not None else []
     rows = []
     for result in results:
         plan, cost = result.plans[0]
         cells = [format_seconds(cost.step_s), f"{cost.time.error:.0%}"]
         cells += [format_count(cost.time.tokens_per_s), format_bytes(cost.peak_bytes)]
-        if (bill := result.bill(cost)) is not None:
-            values = (bill.kWh, bill.price, bill.co2_kg)
-            cells += [f"{bill.days:,.1f}", *("" if value is None else f"{value:,.0f}" for value in values)]
+        cells += _format_bill(result, cost, billed) if billed else []
         where = f"{several(result.ranks, 'rank')} on {result.cluster.name or result.cluster.device.name}"
-        rows.append([f"{where}: {plan}", *cells[: len(names)]])
-    return PlanTable("best plan on each machine", names, rows)
+        rows.append([f"{where}: {plan}", *cells])
+    return PlanTable("best plan on each machine", [*names, *billed], rows)
 
 
 def list_cluster_notes(results: Sequence[BestPlans]) -> list[str]:
@@ -219,6 +234,8 @@ def as_tree(results: BestPlans, top: int, unranked: IndistinctPlans | None = Non
         "batch": results.batch,
         "tokens_per_sample": results.facts.tokens,
     }
+    if (stored := count_data_bytes(results)) is not None:
+        facts["data_bytes"] = stored
     facts |= {
         "assumed": results.assumed,
         "plans": [_figures(results, plan, cost) for plan, cost in results.plans[:top]],
