@@ -11,6 +11,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from paceline.cluster.facts import Cluster, Device, Fact, Link
+from paceline.errors import Error
 from paceline.plan.cost_model.constants import Constants
 from paceline.plan.cost_model.cost import CostPart, MemoryCost, TimeCost
 from paceline.plan.cost_model.framework_profiles import Recipe
@@ -163,7 +164,7 @@ def read(path: Path) -> Iterator[Row | tuple[str, str]]:
             row["row_id"] = row["row_id"] or f"{path.stem}#{number}"
             try:
                 yield _parse_row(with_published_device(row))
-            except NotPredictable as reason:
+            except (NotPredictable, Error) as reason:
                 yield row["row_id"], str(reason)
             except ValidationError as error:
                 yield row["row_id"], describe_error(error, [])

@@ -70,6 +70,14 @@ def test_invented_rows_are_priced(columns: str, tmp_path: Path) -> None:
         assert 0.03 < share < 0.75, (name, share)
 
 
+def test_contradicting_rows_are_left_out_with_a_reason(tmp_path: Path) -> None:
+    rows = [
+        BASE | LLAMA | cells | {"row_id": name}
+        for name, cells in {"heads": {"heads": "7"}, "axes": {"tp": "7"}, "right": {}}.items()
+    ]
+    assert list(predict(rows, list(ROW), tmp_path)) == ["right"]
+
+
 def test_low_precision_and_device_change_the_time(tmp_path: Path) -> None:
     """Negative control: names that are only spelled differently must have the same time, others not."""
     kinds = {
