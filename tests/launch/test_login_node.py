@@ -57,6 +57,7 @@ def test_without_slurm_there_is_no_login_node(monkeypatch: pytest.MonkeyPatch) -
 def test_train_warns_beside_a_real_slurm(tmp_path: Path) -> None:
     """This machine queues jobs, and the nodes n1 and n2 of the cluster have other names."""
     words = ("train", "digits", "--steps", "2", "--device", "cpu", "--no-report")
+    (tmp_path / "slurm").mkdir()
     with start_cluster(tmp_path / "slurm") as slurm:
         done = paceline(*words, at=tmp_path, **slurm.env)
     assert done.status == 0, done.all

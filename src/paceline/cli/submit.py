@@ -255,6 +255,7 @@ def _submit_sweep(
     from paceline.launch.slurm.sweep import build_requests, render_sweep
     from paceline.plan.plan import AUTO, read_plan
     from paceline.run import create
+    from paceline.user_code import relative_path
 
     spec, launch = request
     requests = build_requests(sweep, spec, launch)
@@ -283,4 +284,4 @@ def _submit_sweep(
         shutil.rmtree(job.run, ignore_errors=True)
         raise
     for at, run in enumerate(runs):
-        print(f"{run.path}: job {number}_{at}")
+        print(f"{relative_path(str(run.path))}: job {number}_{at}")
