@@ -36,6 +36,7 @@ from paceline.events import Ended, Failed, Noted, Started, Step
 from paceline.launch.elastic.restarts import RestartLog
 from paceline.launch.slurm import client
 from paceline.launch.slurm.job_script import Job, render
+from paceline.launch.slurm.joining import JoiningJobs
 from paceline.launch.slurm.site import Site
 from paceline.run import RunFolder
 from paceline.training.guard.suspects import Suspect, read_suspects, record_suspects
@@ -325,3 +326,43 @@ def find_queued(run: Path) -> list[str]:
 
 def client_nodes(cluster: Slurm, job: str) -> str:
     return re.search(r" NodeList=(\S+)", cluster.run("scontrol", "show", "job", "-o", job))[1]
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_slurm_gives_a_job_that_joins_no_node_that_corrupted_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that only may be at fault excludes no node, besides those that work."""
+    (tmp_path / "slurm").mkdir()
+    run = RunFolder(tmp_path / "r")
+    run.path.mkdir()
+    run.job_script.write_text("#!/bin/sh\n#SBATCH --hold\nsleep 60\n")
+    found = Suspect(rank=1, host="n2.cluster", step=7, certain=False, what="differs")
+    with slurm.start_cluster(tmp_path / "slurm") as cluster:
+        for name, value in cluster.env.items():
+            monkeypatch.setenv(name, value)
+        job = cluster.run("sbatch", "--parsable", "-w", "n1", "--wrap", "sleep 60").strip()
+        cluster.wait_for_state(job, "RUNNING")
+        run.write_job(job)
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+
+        def queue_jobs() -> str:
+            """Return the note of the training about the nodes that it misses."""
+            before = len(events_of_kind(run.path, Noted)) if run.events.exists() else 0
+            jobs = JoiningJobs(run, ".meet-slurm-1-0-0", nodes=2)
+            jobs.replace_missing(["n1"])
+            wait_until(
+                lambda: run.events.exists() and len(events_of_kind(run.path, Noted)) > before,
+                "noted",
+                run.path,
+            )
+            return events_of_kind(run.path, Noted)[-1].message
+
+        record_suspects(run, [found])
+        note = queue_jobs()
+        [queued] = re.findall(r"^1 node missing: queued job (\d+) for nodes that join", note)
+        assert "ExcNodeList=n1 " in cluster.run("scontrol", "show", "job", "-o", queued)
+        record_suspects(run, [replace(found, certain=True)])
+        [second] = re.findall(r"^1 node missing: queued job (\d+) for nodes that join", queue_jobs())
+        assert "ExcNodeList=n[1-2] " in cluster.run("scontrol", "show", "job", "-o", second)
