@@ -28,7 +28,7 @@ from command import (
 )
 from paceline.events import Ended, Started, Step
 from pages import read_blocks
-from slurm import PATH, Slurm, start_cluster, wait_until
+from slurm import PATH, Slurm, find_missing_accounting, start_cluster, wait_until
 
 TRAIN_OPTIONS = (
     "--steps",
@@ -394,6 +394,46 @@ def test_preflight_knows_reservations_and_features_of_nodes(slurm, tmp_path):
     assert re.match(r"passes: Slurm accepts the job: Job \d+ to start at \S+ .* on nodes n2 ", accepted)
     assert re.match(r"fails: sbatch: .*Requested reservation is invalid", unknown)
     assert re.match(r"fails: sbatch: .*Invalid feature specification", featureless)
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_preflight_knows_accounts_and_qualities_of_service(tmp_path):
+    """Slurm itself answers, from a database of accounts. A job over a limit would wait forever."""
+    if reason := find_missing_accounting():
+        pytest.skip(reason)
+    write_task(tmp_path)
+    (tmp_path / "slurm").mkdir()
+    found = {}
+    with start_cluster(tmp_path / "slurm", has_accounting=True) as slurm:
+        for words in (
+            "add account physics",
+            "add qos quick set MaxWall=10 Flags=DenyOnLimit",
+            "add qos others",
+            "add user root account=physics qos=normal,quick defaultqos=normal",
+            "modify user where name=root set defaultaccount=physics",
+        ):
+            slurm.run("sacctmgr", "-i", *words.split())
+        for setting in ("", 'qos = "quick"', 'qos = "quikc"', 'qos = "others"', 'account = "physcis"'):
+            (tmp_path / "site.toml").write_text(setting)
+            found[setting] = preflight(tmp_path, "--nodes", "1", "--time", "5", **slurm.env)[1]["slurm"][0]
+        (tmp_path / "site.toml").write_text('qos = "quick"')
+        found["long"] = preflight(tmp_path, "--nodes", "1", "--time", "20", **slurm.env)[1]["slurm"][0]
+        (tmp_path / "site.toml").write_text('qos = "others"')
+        refused = paceline("submit", "my.py:Regression", "--time", "5", at=tmp_path, **slurm.env)
+        assert queue(slurm) == ""
+    assert found.pop("").startswith("passes: Slurm accepts the job")
+    assert found.pop('qos = "quick"').startswith("passes: Slurm accepts the job")
+    assert found == {
+        'qos = "quikc"': "fails: sbatch: allocation failure: Invalid qos specification",
+        'qos = "others"': "fails: sbatch: allocation failure: Invalid qos specification",
+        'account = "physcis"': "fails: sbatch: allocation failure: Invalid account or account/partition "
+        "combination specified",
+        "long": "fails: sbatch: allocation failure: Job violates accounting/QOS policy (job submit limit, "
+        "user's size and/or time limits)",
+    }
+    assert (refused.status, refused.out) == (2, "")
+    assert "Invalid qos specification" in refused.err
 
 
 # The commands of docs/slurm.md

@@ -64,6 +64,30 @@ PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 PartitionName=short Nodes=n[1-2] MaxTime=30 State=UP
 PartitionName=closed Nodes=n[1-2] AllowAccounts=physics State=UP
 """
+# With a database of accounts and qualities of service (QOS), which Slurm then enforces.
+ACCOUNTING = """
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={port}
+AccountingStoragePass={at}/munge.socket
+AccountingStorageEnforce=associations,limits,qos
+"""
+DATABASE = """
+AuthType=auth/munge
+AuthInfo=socket={at}/munge.socket
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort={port}
+SlurmUser=root
+LogFile={at}/slurmdbd.log
+PidFile={at}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={sql_port}
+StorageUser=slurm
+StoragePass={password}
+StorageLoc=slurm
+"""
 # cred_expire: a requeued job waits for this time. The default, also for values below 5, is 121 s.
 
 
@@ -143,8 +167,15 @@ class Slurm:
             time.sleep(0.1)
 
 
+def find_missing_accounting() -> str | None:
+    """Return why this machine cannot start a cluster with accounting, or None if it can."""
+    if shutil.which("slurmdbd", path=PATH) and shutil.which("mariadbd", path=PATH):
+        return None
+    return "needs slurmdbd, mariadbd: apt-get install slurmdbd slurm-wlm-mysql-plugin mariadb-server-core"
+
+
 @contextlib.contextmanager
-def start_cluster(at: Path) -> Iterator[Slurm]:
+def start_cluster(at: Path, has_accounting: bool = False) -> Iterator[Slurm]:
     """Start a cluster and wait until it is ready. At the end of the context, end its jobs and daemons."""
     _write_configuration(at)
     with contextlib.ExitStack() as running:
@@ -160,6 +191,8 @@ def start_cluster(at: Path) -> Iterator[Slurm]:
         _start_daemon(
             running, slurm, [*munge, f"--log-file={at}/munged.log", f"--seed-file={at}/munged.seed"]
         )
+        if has_accounting:
+            _start_accounting(running, slurm)
         _start_daemon(running, slurm, ["slurmctld", "-D", "-i"])
         for node in NODES:
             _start_node(running, slurm, node)
@@ -178,6 +211,56 @@ def _write_configuration(at: Path) -> None:
     (at / "slurm.conf").write_text(CONFIGURATION.format(host=host, at=at, ports=_free_ports(3), cpus=CPUS))
     (at / "hosts").write_text(f"127.0.0.1 localhost {host}\n127.0.77.1 n1\n127.0.77.2 n2\n")
     (at / "nsswitch.conf").write_text("hosts: files\npasswd: files\ngroup: files\n")
+
+
+def _start_accounting(running: contextlib.ExitStack, slurm: Slurm) -> None:
+    """Start a database and Slurm's access to it, and let the cluster use them."""
+    at, (port, sql_port) = slurm.configuration.parent, _free_ports(2)
+    env, password, data = clean_environment(PATH=PATH), secrets.token_hex(16), at / "database"
+    data.mkdir()
+    tables = [
+        Path("/usr/share/mysql", name).read_text()
+        for name in ("mysql_system_tables.sql", "mysql_system_tables_data.sql")
+    ]
+    bootstrap = ["mariadbd", "--no-defaults", "--bootstrap", f"--datadir={data}", "--user=root"]
+    sql = "\n".join(["create database mysql;", "use mysql;", *tables])
+    subprocess.run(bootstrap, env=env, check=True, capture_output=True, timeout=120, input=sql, text=True)
+    grants = at / "grants.sql"
+    grants.write_text(
+        f"CREATE USER slurm@'127.0.0.1' IDENTIFIED BY '{password}';\n"  # a statement per line
+        "GRANT ALL ON slurm.* TO slurm@'127.0.0.1';\n"
+    )
+    database = ["mariadbd", "--no-defaults", f"--datadir={data}", "--user=root", f"--init-file={grants}"]
+    listening = [
+        "--bind-address=127.0.0.1",
+        f"--port={sql_port}",
+        f"--socket={at}/sql",
+        "--skip-name-resolve",
+    ]
+    _start_daemon(running, slurm, [*database, *listening])
+    _wait_for_port(sql_port, slurm)
+    configuration = at / "slurmdbd.conf"
+    configuration.touch(mode=0o600)
+    configuration.write_text(DATABASE.format(at=at, port=port, sql_port=sql_port, password=password))
+    with slurm.configuration.open("a") as file:
+        file.write(ACCOUNTING.format(at=at, port=port))
+    slurm.configuration.write_text(
+        slurm.configuration.read_text().replace("AccountingStorageType=accounting_storage/none\n", "")
+    )
+    _start_daemon(running, slurm, ["slurmdbd", "-D"])
+    _wait_for_port(port, slurm)
+    slurm.run("sacctmgr", "-i", "add", "cluster", "tests")
+
+
+def _wait_for_port(port: int, slurm: Slurm) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        if time.monotonic() > deadline:
+            log = slurm.configuration.with_name("daemons.log").read_text()
+            raise AssertionError(f"nothing listens on port {port}:\n{log[-4000:]}")
+        time.sleep(0.1)
 
 
 def _start_node(running: contextlib.ExitStack, slurm: Slurm, node: str) -> None:
