@@ -17,9 +17,10 @@ def bundle(
         ),
     ] = None,
 ) -> None:
-    """Write the packages of this environment to one file, and a script that installs them without a network.
+    """Write the packages of this environment to one file, for machines without a network.
 
-    The wheels are made of the installed files. The other machine needs the same version of Python.
+    The wheels are made of the installed files. A script in the file installs them. The other machine needs the
+    same version of Python.
     """
     from paceline.cli.progress import count_progress
     from paceline.launch.environment.bundle import check_bundle_name, write_bundle
