@@ -19,8 +19,8 @@ def bundle(
 ) -> None:
     """Write the packages of this environment to one file, for machines without a network.
 
-    The wheels are made of the installed files. A script in the file installs them. The other machine needs the
-    same version of Python.
+    The wheels are made of the installed files. A script in the file installs them. The other machine needs
+    the same version of Python.
     """
     from paceline.cli.progress import count_progress
     from paceline.launch.environment.bundle import check_bundle_name, write_bundle
