@@ -589,6 +589,11 @@ def has_own_optimizer(task: Task) -> bool:
     return type(task).optimizer is not Task.optimizer
 
 
+def has_figures(task: Task) -> bool:
+    """Return whether the task defines `figures`."""
+    return type(task).figures is not Task.figures
+
+
 def field_values(task: Task) -> dict[str, Any]:
     """Return the fields of a task, by name. A field that is a table is a dict."""
     return {field.name: _as_table(getattr(task, field.name)) for field in dataclasses.fields(task)}

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from paceline.batch import find_leaves, map_leaves
 from paceline.data.loader import Batch
-from paceline.errors import PlanError, RunError, TaskError
+from paceline.errors import RunError, TaskError
 from paceline.files import replaced
 from paceline.parallel.global_loss import gather_splits
-from paceline.plan.plan import ResolvedPlan
 from paceline.plotting.png import encode_figure, encode_png, is_figure
 from paceline.run import RunFolder
-from paceline.task import Task
+from paceline.task import Task, has_figures
 from paceline.user_code import UserCode
 
 if TYPE_CHECKING:
@@ -31,26 +30,6 @@ NAME = re.compile(r"\w[\w .-]{0,99}")
 MAX_FIGURES = 32  # of an evaluation
 MAX_PIXELS = 2**24  # of a figure
 MAX_KEPT = 50  # files of each figure: those of the last evaluations
-
-
-def has_figures(task: Task) -> bool:
-    """Return whether the task defines `figures`."""
-    return type(task).figures is not Task.figures
-
-
-def check_figures(task: Task, plan: ResolvedPlan) -> None:
-    """Raise PlanError if the task has figures that `plan` cannot compute."""
-    if not has_figures(task) or (plan.pp == 1 and not plan.is_asynchronous):
-        return
-    reason = (
-        "the first stage of a pipeline has no outputs"
-        if plan.pp > 1
-        else "its ranks update their weights separately"
-    )
-    raise PlanError(
-        f"plan {plan} cannot compute figures() of {type(task).__name__}: {reason}; "
-        "use single, ddp, zero1, zero2, zero3, hsdp, tp or cp"
-    )
 
 
 class FigureWriter:

@@ -47,13 +47,13 @@ from paceline.training.batches import check_batches
 from paceline.training.checkpoint_policy import CheckpointPolicy
 from paceline.training.ddp_warmup import warm_up_ddp
 from paceline.training.evaluate import Evaluator
-from paceline.training.figures import FigureWriter, check_figures
+from paceline.training.figures import FigureWriter
 from paceline.training.first_loss import FirstLossCheck
 from paceline.training.guard.check import check_guard
 from paceline.training.guard.replica_guard import ReplicaGuard
 from paceline.training.histograms.recorder import HistogramRecorder, check_histograms
 from paceline.training.initial_weights import check_initial_weights_once
-from paceline.training.model_analysis import analyze_model, build_meta_model
+from paceline.training.model_analysis import analyze_model, build_meta_model, check_figures
 from paceline.training.noise_scale import NoiseMeter
 from paceline.training.plateau import PlateauState, add_evaluation, check_plateau, plateau_metric
 from paceline.training.profiling.profiler import StepProfiler

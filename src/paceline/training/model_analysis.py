@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from paceline.data.fake import example_batch
 from paceline.data.loader import Batch, Samples
+from paceline.errors import PlanError
 from paceline.parallel.auxiliary_loss import check_auxiliary_loss
 from paceline.parallel.compile import check_compilable
 from paceline.parallel.global_loss import check_global_loss
 from paceline.parallel.reduced_buffers import check_reduced_buffers
 from paceline.plan.plan import ResolvedPlan, check_trainable
 from paceline.spec import Spec
-from paceline.task import PretrainedSource, Task, read_layout
+from paceline.task import PretrainedSource, Task, has_figures, read_layout
 from paceline.torch_compat import multiply_experts_of_all_dtypes
-from paceline.training.figures import check_figures
 from paceline.training.init.deferred_init import Weights, record
 from paceline.training.read_updates import assign_parameters, read_updates, tasks_of_passes
 from paceline.training.sparse_gradients import check_sparse
@@ -134,6 +134,21 @@ def analyze_model(
             if splits is not None:
                 trace.bar_tensor_parallel_pairs(splits.styles)
     return replace(analysis, batch=batch, splits=splits, stand_in=stand_in, trace=trace, units=units)
+
+
+def check_figures(task: Task, plan: ResolvedPlan) -> None:
+    """Raise PlanError if the task has figures that `plan` cannot compute."""
+    if not has_figures(task) or (plan.pp == 1 and not plan.is_asynchronous):
+        return
+    reason = (
+        "the first stage of a pipeline has no outputs"
+        if plan.pp > 1
+        else "its ranks update their weights separately"
+    )
+    raise PlanError(
+        f"plan {plan} cannot compute figures() of {type(task).__name__}: {reason}; "
+        "use single, ddp, zero1, zero2, zero3, hsdp, tp or cp"
+    )
 
 
 def validate_plan(spec: Spec, plan: ResolvedPlan, task: Task) -> None:
