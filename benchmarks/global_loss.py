@@ -28,8 +28,8 @@ from paceline.distributed.process_group import keep_freed_memory
 from paceline.distributed.world import read_world
 from paceline.plan.plan import Plan
 from paceline.task import load_task
-from paceline.training.ddp_warmup import warm_up_ddp
 from paceline.training.setup import build_training
+from paceline.training.step.ddp_warmup import warm_up_ddp
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CPU = torch.device("cpu")

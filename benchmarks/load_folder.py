@@ -32,7 +32,7 @@ from paceline.hf.task import HuggingFace
 from paceline.plan.plan import parse
 from paceline.training.init.deferred_init import fill_
 from paceline.training.init.pretrained import PretrainedWeights
-from paceline.training.model_analysis import analyze_model
+from paceline.training.model_facts.model_analysis import analyze_model
 from paceline.training.setup import build_training
 from paceline.units import format_bytes
 

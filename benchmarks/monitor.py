@@ -104,8 +104,8 @@ def time_pairs(sampler: int, own_processes: Sequence[int], pairs: int, block_s: 
     from paceline.distributed.world import World
     from paceline.plan.plan import Plan
     from paceline.task import load_task
-    from paceline.training.ddp_warmup import warm_up_ddp
     from paceline.training.setup import build_training
+    from paceline.training.step.ddp_warmup import warm_up_ddp
 
     torch.set_num_threads(1)
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -18,8 +18,8 @@ from paceline import Task
 from paceline.optimizer_options import OPTIMIZERS
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer
-from paceline.training.optimizer import make_optimizer
-from paceline.training.optimizer_step import OptimizerStep
+from paceline.training.optimization.optimizer import make_optimizer
+from paceline.training.optimization.optimizer_step import OptimizerStep
 from paceline.training.optimizers.lamb import Lamb
 from paceline.training.optimizers.lars import Lars
 

@@ -30,8 +30,8 @@ from paceline.plan.plan import Plan
 from paceline.plan.search.best_plans import find_best_plans
 from paceline.spec import Spec, parse_overrides
 from paceline.task import load_task
-from paceline.training.auto_plan import choose_plan, shorten_plan
 from paceline.training.model_facts.describe import describe
+from paceline.training.planning.auto_plan import choose_plan, shorten_plan
 from paceline.units import several
 from predicted_measured import measure_peak_bytes, measure_step_s, possible_plans
 

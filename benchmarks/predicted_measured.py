@@ -23,9 +23,9 @@ from paceline.plan.plan import Plan, micro_batch_size, parse
 from paceline.plan.search.candidates import enumerate_candidates
 from paceline.spec import Spec
 from paceline.task import load_task
-from paceline.training.ddp_warmup import warm_up_ddp
-from paceline.training.model_analysis import validate_plan
+from paceline.training.model_facts.model_analysis import validate_plan
 from paceline.training.setup import build_training, open_data
+from paceline.training.step.ddp_warmup import warm_up_ddp
 
 CPU = torch.device("cpu")
 COUNTED_STEPS = 3  # engines have allocated everything by the second

@@ -15,7 +15,7 @@ from paceline.cluster.cpu import read_cpu
 from paceline.distributed.world import read_world
 from paceline.launch.rank_pool import Ranks
 from paceline.task import load_task
-from paceline.training.rank_checks import check_ranks
+from paceline.training.checks.rank_checks import check_ranks
 
 SAMPLES = {"train": 1437, "validation": 360}
 

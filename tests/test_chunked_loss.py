@@ -29,9 +29,9 @@ from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer
 from paceline.tasks.lm import Lm
-from paceline.training.model_analysis import build_meta_model
 from paceline.training.model_facts.describe import describe
 from paceline.training.model_facts.live_memory import LiveMemory, measure_live_memory
+from paceline.training.model_facts.model_analysis import build_meta_model
 
 ROWS, CLASSES, WIDTH = 37, 19, 8
 

@@ -12,7 +12,7 @@ from paceline.plan.plan import NAMED_PLANS, RECOMPUTE, micro_batch_size, parse
 from paceline.plan.schedules import RUNNABLE_SCHEDULES
 from paceline.spec import Spec
 from paceline.task import load_task
-from paceline.training.model_analysis import validate_plan
+from paceline.training.model_facts.model_analysis import validate_plan
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "plans.md").read_text()

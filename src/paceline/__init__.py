@@ -88,10 +88,10 @@ if TYPE_CHECKING:
     from paceline.task import BufferSum as BufferSum
     from paceline.task import Layout as Layout
     from paceline.task import Task as Task
-    from paceline.training.find_plans import find_plans as find_plans
     from paceline.training.model_facts.describe import describe as describe
     from paceline.training.own_loop.setup import setup as setup
     from paceline.training.own_loop.trainer import Trainer as Trainer
+    from paceline.training.planning.find_plans import find_plans as find_plans
     from paceline.tuning.ask_tell import tune as tune
     from paceline.updates import Update as Update
     from paceline.verify.verify_plan import verify_plan as verify_plan
@@ -136,7 +136,7 @@ _PLACES = {
     "World": "distributed.world",
     "describe": "training.model_facts.describe",
     "evaluate": "launch.evaluate_run",
-    "find_plans": "training.find_plans",
+    "find_plans": "training.planning.find_plans",
     "generate": "launch.generate_run",
     "predict": "launch.predict_run",
     "setup": "training.own_loop.setup",

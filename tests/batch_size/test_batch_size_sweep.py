@@ -22,7 +22,7 @@ from paceline.events import Ended, Evaluated, Event, NoiseMeasured, Started, Ste
 from paceline.plan.model.library import load_model
 from paceline.plan.search.rank_counts import parse_counts
 from paceline.spec import Optimizer
-from paceline.training.batch_scaling import multiply_rates
+from paceline.training.optimization.batch_scaling import multiply_rates
 
 ACCURACY = parse_target("accuracy >= 0.9")
 

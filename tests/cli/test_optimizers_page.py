@@ -9,7 +9,7 @@ import pytest
 from command import succeed
 from paceline.optimizer_options import OPTIMIZERS
 from paceline.spec import SCHEDULE_OWNERS, Optimizer, Schedule
-from paceline.training.schedule import SHAPES
+from paceline.training.optimization.schedule import SHAPES
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "optimizers.md").read_text()
 COMMANDS = re.findall(r"^paceline (.+)$", PAGE, re.M)

@@ -5,7 +5,7 @@ from pathlib import Path
 import models
 from paceline.drill.sample_log_task import SampleLog, wrap_task
 from paceline.spec import Schedule
-from paceline.training.schedule import check_schedule, compute_lr_factor
+from paceline.training.optimization.schedule import check_schedule, compute_lr_factor
 
 SCHEDULE = Schedule(name="task")
 

@@ -19,7 +19,7 @@ from paceline.task import load_task
 from paceline.training.init.deferred_init import fill_
 from paceline.training.init.named_tensors import named_tensors
 from paceline.training.init.pretrained import PretrainedWeights
-from paceline.training.model_analysis import build_meta_model
+from paceline.training.model_facts.model_analysis import build_meta_model
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.processes

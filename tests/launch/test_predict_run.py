@@ -24,8 +24,8 @@ from paceline.errors import SpecError
 from paceline.run import create
 from paceline.spec import Launch, Save, load_own, save
 from paceline.task import load_task
-from paceline.training import predict_checkpoint
-from paceline.training.predict_checkpoint import split_samples
+from paceline.training.evaluation import predict_checkpoint
+from paceline.training.evaluation.predict_checkpoint import split_samples
 from pages import read_blocks
 
 pytestmark = pytest.mark.processes

@@ -11,7 +11,7 @@ from paceline import Spec, Task
 from paceline.errors import PlanError
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer
-from paceline.training.model_analysis import validate_plan
+from paceline.training.model_facts.model_analysis import validate_plan
 
 pytestmark = pytest.mark.processes
 

@@ -15,7 +15,7 @@ from paceline import Spec, Task
 from paceline.errors import Error
 from paceline.parallel import forward
 from paceline.spec import Optimizer
-from paceline.training import step
+from paceline.training.step import step
 
 pytestmark = pytest.mark.processes
 

@@ -24,9 +24,9 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.tasks import text
-from paceline.training import optimizer as optim
 from paceline.training.checkpoint.stored import load_weights
-from paceline.training.model_analysis import validate_plan
+from paceline.training.model_facts.model_analysis import validate_plan
+from paceline.training.optimization import optimizer as optim
 from paceline.training.setup import build_training
 
 pytestmark = pytest.mark.processes

@@ -26,7 +26,7 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.training.checkpoint.stored import load_weights
-from paceline.training.model_analysis import build_meta_model, validate_plan
+from paceline.training.model_facts.model_analysis import build_meta_model, validate_plan
 
 pytestmark = pytest.mark.processes
 

@@ -18,7 +18,7 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.training.checkpoint.stored import load_weights
-from paceline.training.model_analysis import validate_plan
+from paceline.training.model_facts.model_analysis import validate_plan
 
 pytestmark = pytest.mark.processes
 

@@ -12,7 +12,7 @@ from paceline import Spec, Task
 from paceline.errors import PlanError, TaskError
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer
-from paceline.training.model_analysis import analyze_model, build_meta_model
+from paceline.training.model_facts.model_analysis import analyze_model, build_meta_model
 
 pytestmark = pytest.mark.processes
 
@@ -112,7 +112,7 @@ def _run(task: Task, optimizer: Optimizer) -> Any:
 
 
 def test_find_sparse_parameters() -> None:
-    from paceline.training.sparse_gradients import find_sparse_parameters
+    from paceline.training.optimization.sparse_gradients import find_sparse_parameters
 
     assert list(find_sparse_parameters(build_meta_model(sgd(), Words()).model)) == [
         "bag.weight",

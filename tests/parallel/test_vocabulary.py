@@ -18,7 +18,7 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.training.checkpoint.stored import load_weights
-from paceline.training.model_analysis import analyze_model
+from paceline.training.model_facts.model_analysis import analyze_model
 from volumes import check_volumes
 
 pytestmark = pytest.mark.processes

@@ -14,8 +14,8 @@ from paceline.plan.plan import Plan, parse
 from paceline.plan.search.best_plans import BestPlans
 from paceline.spec import load
 from paceline.tasks.text import Text
-from paceline.training import auto_plan as choosing
-from paceline.training.auto_plan import choose_plan, shorten_plan
+from paceline.training.planning import auto_plan as choosing
+from paceline.training.planning.auto_plan import choose_plan, shorten_plan
 
 pytestmark = pytest.mark.processes
 

@@ -13,8 +13,8 @@ from paceline import Spec, Task
 from paceline.plan.comm_volume import CommVolume
 from paceline.plan.plan import parse
 from paceline.tasks.digits import Digits
-from paceline.training import model_analysis
 from paceline.training.dry_run import dry_run
+from paceline.training.model_facts import model_analysis
 from volumes import make_spec, measure_step
 
 pytestmark = pytest.mark.processes

@@ -12,9 +12,9 @@ from paceline.cluster.facts import Cluster, Device, Fact
 from paceline.errors import PlanError, SpecError
 from paceline.plan.cost_model.framework_profiles import FLOAT32
 from paceline.plan.search.best_plans import find_best_plans
-from paceline.training.auto_plan import choose_plan
-from paceline.training.model_analysis import validate_plan
 from paceline.training.model_facts.describe import describe
+from paceline.training.model_facts.model_analysis import validate_plan
+from paceline.training.planning.auto_plan import choose_plan
 
 MACHINE = Cluster(
     device=Device(name="a CPU", kind="cpu", memory_bytes=Fact(value=8e9), memory_Bps=Fact(value=2e10)),

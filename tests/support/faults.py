@@ -14,15 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.distributed.dtensor import local_tensor
 from paceline.training import setup
-from paceline.training.gradient_norm import (
+from paceline.training.init import deferred_init
+from paceline.training.optimization.gradient_norm import (
     GradientNorm,
     _tensor_norms,
     combine_norms,
     local_gradients,
     scale_,
 )
-from paceline.training.init import deferred_init
-from paceline.training.step import TrainingStep
+from paceline.training.step.step import TrainingStep
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from paceline import Spec, train
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save, Schedule
-from paceline.training import step_metrics
+from paceline.training.step import step_metrics
 
 NEVER = float("inf")
 

@@ -13,10 +13,11 @@ from paceline import Spec, Task, train
 from paceline.events import Step
 from paceline.plan.comm_volume import MODEL, CommVolume
 from paceline.plan.plan import parse
-from paceline.training import loop, step_metrics
+from paceline.training import loop
 from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.dry_run import compute_comm_volume
 from paceline.training.setup import PreparedTraining
+from paceline.training.step import step_metrics
 
 Fault = Callable[[PreparedTraining], AbstractContextManager[None]]
 

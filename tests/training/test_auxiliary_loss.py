@@ -29,7 +29,7 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save
 from paceline.training.init.deferred_init import fill_, record
-from paceline.training.step import TrainingStep
+from paceline.training.step.step import TrainingStep
 
 pytestmark = pytest.mark.processes
 

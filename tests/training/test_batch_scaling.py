@@ -10,7 +10,7 @@ import models
 from paceline import Spec, events, train
 from paceline.errors import SpecError
 from paceline.spec import Optimizer, ParamGroup, Schedule
-from paceline.training.batch_scaling import scale_optimizer
+from paceline.training.optimization.batch_scaling import scale_optimizer
 
 
 def scaled(batch: int, optimizer: Optimizer, **schedule: Any) -> Optimizer:

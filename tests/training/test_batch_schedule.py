@@ -16,7 +16,7 @@ from paceline.errors import PlanError, SpecError
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer, Schedule
 from paceline.spec.batch_schedule import StepBatches, build_batches
-from paceline.training.batches import check_batches
+from paceline.training.optimization.batches import check_batches
 
 BASE = {"optimizer": Optimizer(lr=0.01), "profile": False}
 

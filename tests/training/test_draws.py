@@ -19,7 +19,7 @@ from paceline import Spec, train
 from paceline.data.order import shuffle
 from paceline.sample_rng import SampleNumbers
 from paceline.spec import Optimizer, Save
-from paceline.training import step
+from paceline.training.step import step
 from runs import NEVER, train_run
 
 pytestmark = pytest.mark.processes

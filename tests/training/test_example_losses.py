@@ -19,8 +19,8 @@ from paceline import Spec
 from paceline.data.order import shuffle
 from paceline.spec import Optimizer
 from paceline.task import load_task
-from paceline.training import update_sequence
-from paceline.training.step import TrainingStep
+from paceline.training.step import update_sequence
+from paceline.training.step.step import TrainingStep
 
 pytestmark = pytest.mark.processes
 

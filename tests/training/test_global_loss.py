@@ -25,9 +25,9 @@ from paceline.events import Evaluated, Step
 from paceline.parallel.batch_shares import BatchShares
 from paceline.parallel.whole_tensor import WholeTensor
 from paceline.spec import Optimizer
-from paceline.training import step
 from paceline.training.init.deferred_init import fill_, record
-from paceline.training.step import TrainingStep
+from paceline.training.step import step
+from paceline.training.step.step import TrainingStep
 
 pytestmark = pytest.mark.processes
 

@@ -25,7 +25,7 @@ from paceline.training.guard.digest import SMALL, WIDTH, digest
 from paceline.training.guard.recompute import find_wrong_losses
 from paceline.training.guard.suspects import Suspect, read_suspects, record_suspects
 from paceline.training.guard.verdict import Corruption, RankRecord, find_corruption
-from paceline.training.step import TrainingStep
+from paceline.training.step.step import TrainingStep
 from pages import read_blocks
 
 STEPS = 12

@@ -14,10 +14,10 @@ from command import paceline
 from harness import train_on_ranks
 from paceline import Spec
 from paceline.errors import TaskError
-from paceline.training import initial_weights
+from paceline.training.checks import initial_weights
+from paceline.training.checks.initial_weights import compare_with_plain
 from paceline.training.init import construction_modes
 from paceline.training.init.deferred_init import record
-from paceline.training.initial_weights import compare_with_plain
 
 Build = Callable[[], nn.Module]
 
@@ -205,7 +205,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def check_at_start(task: models.Points, seed: int = 0) -> tuple[str, ...]:
     from paceline.distributed.world import World
-    from paceline.training.model_analysis import build_meta_model
+    from paceline.training.model_facts.model_analysis import build_meta_model
 
     spec = Spec(batch=8, seed=seed)
     built = build_meta_model(spec, task)

@@ -17,9 +17,9 @@ from paceline.data.order import shuffle
 from paceline.errors import DivergedError, PlanError, SpecError, TaskError
 from paceline.plan.plan import ResolvedPlan, parse
 from paceline.spec import Optimizer
-from paceline.training import adaptive_clipping
-from paceline.training.read_updates import read_updates
-from paceline.training.weight_operations import read_operations
+from paceline.training.optimization import adaptive_clipping
+from paceline.training.optimization.read_updates import read_updates
+from paceline.training.step.weight_operations import read_operations
 
 STEPS, BATCH, LR = 6, 8, 0.1
 LIMITS: dict[str, dict[str, Any]] = {

@@ -29,9 +29,9 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save, Schedule
 from paceline.tasks.digits import Digits
-from paceline.training import local_sgd
 from paceline.training.checkpoint.stored import load_weights
 from paceline.training.init.named_tensors import named_tensors
+from paceline.training.step import local_sgd
 
 pytestmark = pytest.mark.processes
 

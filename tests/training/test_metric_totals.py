@@ -21,7 +21,7 @@ from paceline.events import Evaluated
 from paceline.metrics import Accumulator, Accuracy, Perplexity, TopKAccuracy
 from paceline.spec import Optimizer, Save
 from paceline.tasks.text import Gpt
-from paceline.training import metric_totals
+from paceline.training.evaluation import metric_totals
 from runs import NEVER, make_spec, train_run
 
 CLASSES = 256  # of the model; the tokens are below 6

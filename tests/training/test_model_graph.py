@@ -16,7 +16,7 @@ from paceline.events import Noted, Step
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Save
-from paceline.training.model_graph import build_model_graph
+from paceline.training.model_facts.model_graph import build_model_graph
 from pages import read_blocks
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -30,8 +30,8 @@ from paceline.parallel.named_losses import NamedLossSums
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save
-from paceline.training import step_metrics
 from paceline.training.init.deferred_init import fill_, record
+from paceline.training.step import step_metrics
 
 pytestmark = pytest.mark.processes
 

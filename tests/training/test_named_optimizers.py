@@ -26,7 +26,7 @@ from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.training.checkpoint.stored import load_weights
 from paceline.training.dry_run.checkpoint_size import FRAME_BYTES, compute_state_bytes
-from paceline.training.optimizer import make_optimizer
+from paceline.training.optimization.optimizer import make_optimizer
 from paceline.training.optimizers import adafactor, whole_tensor
 from paceline.training.optimizers import muon as muon_module
 from paceline.training.optimizers.muon_groups import build_muon

@@ -17,8 +17,8 @@ from paceline.errors import PlanError, SpecError
 from paceline.events import NoiseMeasured, Step
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer, Save
-from paceline.training import noise_scale
-from paceline.training.noise_scale import draw_signs, estimate_ratio
+from paceline.training.step import noise_scale
+from paceline.training.step.noise_scale import draw_signs, estimate_ratio
 
 SAMPLES, DIMS, BATCH = 8192, 256, 32
 MEAN = 0.25  # of each element, so that |G|² = 16

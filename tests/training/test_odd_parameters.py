@@ -14,7 +14,7 @@ from paceline.errors import SpecError
 from paceline.optimizer_options import OPTIMIZERS
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer
-from paceline.training.optimizer import make_optimizer
+from paceline.training.optimization.optimizer import make_optimizer
 
 OWN = ("lion", "lars", "lamb", "novograd", "adafactor", "muon", "rprop")
 GROUPS = {"conv.*": {"lr": 0.002}, "hidden.weight": {"lr_scale": 3.0, "weight_decay": 0.0}}

@@ -18,7 +18,7 @@ from models import random_normal
 from paceline.optimizer_options import OPTIMIZERS
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer
-from paceline.training.optimizer import make_optimizer
+from paceline.training.optimization.optimizer import make_optimizer
 from paceline.training.optimizers import whole_tensor
 
 STEPS = 4

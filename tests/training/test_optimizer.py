@@ -12,10 +12,10 @@ from paceline import Spec, events, train
 from paceline.errors import SpecError, TaskError
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.spec import Optimizer, Schedule
-from paceline.training.gradient_norm import GradientNorm, combine_norms
-from paceline.training.optimizer import make_optimizer
-from paceline.training.schedule import check_schedule, compute_lr_factor
-from paceline.training.step import TrainingStep
+from paceline.training.optimization.gradient_norm import GradientNorm, combine_norms
+from paceline.training.optimization.optimizer import make_optimizer
+from paceline.training.optimization.schedule import check_schedule, compute_lr_factor
+from paceline.training.step.step import TrainingStep
 
 CPU = torch.device("cpu")
 ALONE, FIRST = ResolvedPlan(), MeshCoordinate(0, 0, 0, 0)

@@ -13,7 +13,7 @@ from models import random_normal
 from paceline import Task
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer
-from paceline.training.optimizer import make_optimizer
+from paceline.training.optimization.optimizer import make_optimizer
 from paceline.training.optimizers import elementwise, lamb, pieces, whole_tensor
 from paceline.training.optimizers.build import ON_CPU
 

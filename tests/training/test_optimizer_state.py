@@ -20,7 +20,7 @@ from paceline.plan.plan import Plan, ResolvedPlan
 from paceline.spec import Optimizer
 from paceline.task import has_own_optimizer, load_task
 from paceline.training.model_facts.describe import describe
-from paceline.training.optimizer import make_optimizer
+from paceline.training.optimization.optimizer import make_optimizer
 
 OPTIONS = [
     *(Optimizer(name=name) for name in OPTIMIZERS if name != "muon"),

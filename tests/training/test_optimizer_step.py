@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from paceline.training.optimizer_step import OptimizerStep
+from paceline.training.optimization.optimizer_step import OptimizerStep
 
 STEPS = 5
 Trained = tuple[nn.Module, Callable[[], object]]  # a model, and a function that updates it

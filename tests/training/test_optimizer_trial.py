@@ -12,7 +12,7 @@ from paceline import Spec
 from paceline.errors import PlanError
 from paceline.plan.plan import ResolvedPlan, parse
 from paceline.torch_compat import make_fake_mode
-from paceline.training.optimizer_trial import Independence, check_independence, try_optimizer
+from paceline.training.optimization.optimizer_trial import Independence, check_independence, try_optimizer
 from paceline.training.optimizers.lamb import Lamb
 
 

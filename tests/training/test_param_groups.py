@@ -13,7 +13,7 @@ from paceline import Spec
 from paceline.errors import SpecError
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer, ParamGroup
-from paceline.training.optimizer import OptimizerReport, make_optimizer
+from paceline.training.optimization.optimizer import OptimizerReport, make_optimizer
 from paceline.training.optimizers.param_groups import assign_options
 
 

@@ -31,10 +31,10 @@ from paceline.errors import Error, PlanError, TaskError
 from paceline.parallel.forward import call_model
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer, Schedule
-from paceline.training import step
-from paceline.training.gradient_norm import GradientNorm, combine_norms, local_gradients, scale_
-from paceline.training.optimizer import local_optimizer
+from paceline.training.optimization.gradient_norm import GradientNorm, combine_norms, local_gradients, scale_
+from paceline.training.optimization.optimizer import local_optimizer
 from paceline.training.setup import build_training
+from paceline.training.step import step
 
 pytestmark = pytest.mark.processes
 

@@ -19,8 +19,8 @@ from paceline import Spec
 from paceline.distributed.process_group import claim_gpu
 from paceline.errors import LaunchError
 from paceline.events import Started
-from paceline.training import rank_checks
-from paceline.training.rank_checks import (
+from paceline.training.checks import rank_checks
+from paceline.training.checks.rank_checks import (
     NeighbourLink,
     check_software,
     find_slow_links,

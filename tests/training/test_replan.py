@@ -221,7 +221,7 @@ def test_run_resumes_on_fewer_ranks(plan, size, new_plan, reason, stopped, tmp_p
 
 def test_requested_plan_returns_with_its_number_of_ranks(stopped, tmp_path):
     """The test computes the requests of launches and starts no process."""
-    from paceline.training.replan import replan
+    from paceline.training.planning.replan import replan
 
     spec, launch = specs.load(stopped / "r/spec.toml", {"task": f"{stopped}/my.py:Regression"})
     first = launch.model_copy(update={"plan": "zero3", "ranks": 4})

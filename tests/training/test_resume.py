@@ -38,8 +38,8 @@ from paceline.errors import CheckpointError, RunError
 from paceline.events import Ended, Evaluated, Failed, Saved, Started, Step
 from paceline.run import RunFolder
 from paceline.spec import Launch, Save
-from paceline.training import step_metrics
 from paceline.training.checkpoint import save as checkpoint
+from paceline.training.step import step_metrics
 from runs import NEVER, STEPS, make_spec, train_run, train_run_on_this_rank
 
 pytestmark = pytest.mark.processes

@@ -17,8 +17,8 @@ from paceline.errors import SpecError, TaskError
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Schedule
 from paceline.task import load_task
-from paceline.training.plateau import PlateauState, add_evaluation
-from paceline.training.schedule import check_schedule, compute_lr_factor, tokens_per_sample
+from paceline.training.optimization.plateau import PlateauState, add_evaluation
+from paceline.training.optimization.schedule import check_schedule, compute_lr_factor, tokens_per_sample
 
 TOTAL = 60
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import TaskError
-from paceline.training.step_metrics import (
+from paceline.training.step.step_metrics import (
     MAX_STEPS_PER_REDUCTION,
     REDUCE_EVERY_S,
     ControlFlags,

@@ -20,8 +20,8 @@ import models
 from harness import train_on_ranks
 from paceline import Spec, World, train
 from paceline.errors import TaskError
-from paceline.training.metric_totals import read_numbers
-from paceline.training.torchmetrics_adapter import as_accumulator
+from paceline.training.evaluation.metric_totals import read_numbers
+from paceline.training.evaluation.torchmetrics_adapter import as_accumulator
 
 
 class Metric(nn.Module):

@@ -29,7 +29,7 @@ from paceline.training.checkpoint.identity import describe_changes, describe_ide
 from paceline.training.checkpoint.metadata import read_metadata
 from paceline.training.checkpoint.save import read_index
 from paceline.training.dry_run.dry_run import compute_comm_volume
-from paceline.training.read_updates import assign_parameters, read_updates
+from paceline.training.optimization.read_updates import assign_parameters, read_updates
 from runs import NEVER, train_run
 
 STEPS, BATCH, LR = 6, 8, 0.1

@@ -23,9 +23,9 @@ from paceline.errors import PlanError, TaskError
 from paceline.plan.plan import ResolvedPlan, parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save
-from paceline.training import weight_operations
 from paceline.training.checkpoint.stored import load_weights
-from paceline.training.weight_operations import WeightOperations, read_operations
+from paceline.training.step import weight_operations
+from paceline.training.step.weight_operations import WeightOperations, read_operations
 from runs import NEVER, train_run
 
 STEPS, BATCH, LR = 5, 8, 0.1

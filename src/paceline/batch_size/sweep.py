@@ -44,7 +44,7 @@ class Sweep:
 
     def spec_of(self, batch: int, factor: float = 1.0) -> Spec:
         """Return the request of a training: as many samples, evaluated as often, with a scaled rate."""
-        from paceline.training.batch_scaling import multiply_rates
+        from paceline.training.optimization.batch_scaling import multiply_rates
 
         spec = self.spec
         base = spec.schedule.base_batch or spec.batch
@@ -168,7 +168,7 @@ def _rank(result: BatchResult, target: Target) -> tuple[float, float]:
 
 def _run(sweep: Sweep, batch: int, factor: float, show: Callable[[str, Event | None], None]) -> BatchResult:
     """Train with a batch, if its run is not complete, and return its result."""
-    from paceline.training.batch_scaling import scale_optimizer
+    from paceline.training.optimization.batch_scaling import scale_optimizer
 
     spec, run = sweep.spec_of(batch, factor), RunFolder(sweep.path_of(batch, factor))
     name = run.path.name

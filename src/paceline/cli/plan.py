@@ -197,7 +197,7 @@ def plan(
             search_s=search_time,
         )
         if query.spec is not None and query.task is not None:
-            from paceline.training.auto_plan import drop_refused
+            from paceline.training.planning.auto_plan import drop_refused
 
             found = drop_refused(found, query.spec, query.task, top)
         interruptions = None

@@ -187,7 +187,7 @@ def resume_run(
     if "plan" in overrides:
         launch = launch.model_copy(update={"chosen": None, "asked": None, "asked_ranks": None})
     elif launch.ranks != before.ranks and launch.ranks is not None:
-        from paceline.training.replan import replan
+        from paceline.training.planning.replan import replan
 
         launch = replan(spec, before, launch)
     announce_start(me)

@@ -226,7 +226,7 @@ def _ask_queue(points: "Sequence[ScalingPoint]", queue: bool | None, is_here: bo
 
 def _make_filter(spec: "Spec", task: "Task") -> "TrainableFilter":
     """Return the filter of plans that train accepts for a task."""
-    from paceline.training.auto_plan import find_trainable
+    from paceline.training.planning.auto_plan import find_trainable
 
     return lambda plans, ranks, batch: find_trainable(
         plans, spec.model_copy(update={"batch": batch}), task, ranks, []

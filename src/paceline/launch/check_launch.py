@@ -26,7 +26,7 @@ def check_launch(spec: Spec, launch: Launch, me: World, task: tasks.Task | None 
         find_launcher(launch).check(launch)
     launch, plan, task = resolve_launch(spec, launch, me, task)
     if me.launcher is None and (plan.splits_model or plan.cp > 1):  # these depend on the modules of the model
-        from paceline.training.model_analysis import validate_plan
+        from paceline.training.model_facts.model_analysis import validate_plan
 
         validate_plan(spec, plan, task)
     return launch
@@ -51,7 +51,7 @@ def resolve_launch(
     if me.launcher is None:
         check_even_split(ranks, launch.nodes)
     if launch.plan == AUTO and me.launcher is None:
-        from paceline.training.auto_plan import choose_plan
+        from paceline.training.planning.auto_plan import choose_plan
 
         choice = choose_plan(spec, task, ranks, launch.device)
         launch = launch.model_copy(update={"plan": str(choice.plan), "chosen": choice.why, "asked": AUTO})

@@ -12,7 +12,7 @@ from paceline.errors import LaunchError
 from paceline.run import RunFolder, open_run
 
 if TYPE_CHECKING:
-    from paceline.training.evaluate_checkpoint import CheckpointRequest, Evaluation
+    from paceline.training.evaluation.evaluate_checkpoint import CheckpointRequest, Evaluation
 
 MAX_S = 14 * 86400.0  # that ranks of this machine may take; a rank that ends is noticed at once
 
@@ -57,7 +57,7 @@ def evaluate(
         world,
     )
     if world.launcher is not None or num_ranks == 1:
-        from paceline.training.evaluate_checkpoint import evaluate_checkpoint
+        from paceline.training.evaluation.evaluate_checkpoint import evaluate_checkpoint
 
         return evaluate_checkpoint(request, split, world)
     from paceline.launch.rank_pool import Ranks
@@ -72,7 +72,7 @@ def evaluate(
 
 def _evaluate_on_rank(request: CheckpointRequest, split: str, sent: bytes | None) -> Evaluation:
     from paceline.launch.sent_task import unpack_task
-    from paceline.training.evaluate_checkpoint import evaluate_checkpoint
+    from paceline.training.evaluation.evaluate_checkpoint import evaluate_checkpoint
 
     if sent is not None:
         unpack_task(sent)
@@ -87,7 +87,11 @@ def read_request(
     options: keys of the request that may change, with at least "ranks" and "plan"; None: as in the run.
     Raises an Error before ranks start.
     """
-    from paceline.training.evaluate_checkpoint import CheckpointRequest, choose_plan_text, select_checkpoints
+    from paceline.training.evaluation.evaluate_checkpoint import (
+        CheckpointRequest,
+        choose_plan_text,
+        select_checkpoints,
+    )
 
     run = run if isinstance(run, RunFolder) else open_run(Path(run))
     before = specs.load_own(run.spec, {})[1]

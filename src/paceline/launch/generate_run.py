@@ -14,7 +14,7 @@ from paceline.run import RunFolder
 from paceline.spec import HF_TASK, abbreviate
 
 if TYPE_CHECKING:
-    from paceline.training.generate_checkpoint import Generation, GenerationRequest
+    from paceline.training.evaluation.generate_checkpoint import Generation, GenerationRequest
 
 
 def generate(
@@ -76,7 +76,11 @@ def generate(
         )
     prompts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
     _check_prompts(prompts)
-    from paceline.training.generate_checkpoint import GenerationRequest, check_plan, generate_from_checkpoint
+    from paceline.training.evaluation.generate_checkpoint import (
+        GenerationRequest,
+        check_plan,
+        generate_from_checkpoint,
+    )
 
     if source.plan != AUTO:
         check_plan(parse(source.plan))
@@ -105,6 +109,6 @@ def _check_prompts(prompts: Sequence[object]) -> None:
 
 
 def _generate_on_rank(request: GenerationRequest) -> Generation:
-    from paceline.training.generate_checkpoint import generate_from_checkpoint
+    from paceline.training.evaluation.generate_checkpoint import generate_from_checkpoint
 
     return generate_from_checkpoint(request, read_world())

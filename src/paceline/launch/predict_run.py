@@ -15,7 +15,7 @@ from paceline.launch.evaluate_run import MAX_S, read_request
 from paceline.run import RunFolder
 
 if TYPE_CHECKING:
-    from paceline.training.predict_checkpoint import Prediction, PredictionRequest
+    from paceline.training.evaluation.predict_checkpoint import Prediction, PredictionRequest
 
 
 def predict(
@@ -57,7 +57,7 @@ def predict(
     source, num_ranks = read_request(
         run, str(checkpoint), {"ranks": ranks, "plan": plan, "batch": batch, "device": device}, world
     )
-    from paceline.training.predict_checkpoint import PredictionRequest, predict_from_checkpoint
+    from paceline.training.evaluation.predict_checkpoint import PredictionRequest, predict_from_checkpoint
 
     # This process deletes the incomplete file after an interrupt, which would kill the ranks that it started.
     with replaced(out) if world.rank == 0 else contextlib.nullcontext(out) as temporary:
@@ -81,7 +81,7 @@ def _predict_on_ranks(request: PredictionRequest, num_ranks: int) -> Prediction:
 
 def _predict_on_rank(request: PredictionRequest, sent: bytes | None) -> Prediction:
     from paceline.launch.sent_task import unpack_task
-    from paceline.training.predict_checkpoint import predict_from_checkpoint
+    from paceline.training.evaluation.predict_checkpoint import predict_from_checkpoint
 
     if sent is not None:
         unpack_task(sent)

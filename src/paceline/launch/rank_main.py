@@ -233,7 +233,7 @@ def _train_recorded(
 
                 receive_task(task_file)
             if launch.ranks not in (None, world.size):
-                from paceline.training.replan import replan
+                from paceline.training.planning.replan import replan
 
                 launch = replan(spec, launch, launch.model_copy(update={"ranks": world.size}))
             plan: Plan | Literal["auto"] | None = None

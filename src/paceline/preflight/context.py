@@ -76,7 +76,7 @@ class PreflightContext:
         """The specified plan, or the plan that auto chooses."""
         if self.launch.plan != AUTO:
             return read_plan(self.launch.plan, self.job.ranks, self.spec.batch)[0]
-        from paceline.training.auto_plan import choose_plan
+        from paceline.training.planning.auto_plan import choose_plan
 
         self._check_device_is_known()
         return choose_plan(

@@ -20,7 +20,7 @@ def check_ranks(context: PreflightContext) -> Results:
 
 def check_task(context: PreflightContext) -> Results:
     """Build the model on the meta device."""
-    from paceline.training.model_analysis import build_meta_model
+    from paceline.training.model_facts.model_analysis import build_meta_model
 
     model = build_meta_model(context.spec, context.task).model
     parameters = format_count(sum(parameter.numel() for parameter in model.parameters()))
@@ -33,8 +33,8 @@ def check_task(context: PreflightContext) -> Results:
 
 def check_weights(context: PreflightContext) -> Results:
     """Compare initial weights with those of a plain construction."""
-    from paceline.training.initial_weights import check_initial_weights
-    from paceline.training.model_analysis import build_meta_model
+    from paceline.training.checks.initial_weights import check_initial_weights
+    from paceline.training.model_facts.model_analysis import build_meta_model
 
     built = build_meta_model(context.spec, context.task)
     for note in (notes := check_initial_weights(context.spec, context.task, built.model, built.weights)):
@@ -84,7 +84,7 @@ def check_build(context: PreflightContext) -> Results:
     """Build the first rank of each stage and the last rank on a process group that does not communicate."""
     from paceline.parallel.compile import check_compilable
     from paceline.training.dry_run.dry_run import VALUE_ERRORS, compute_comm_volume, compute_stage_volumes
-    from paceline.training.model_analysis import validate_plan
+    from paceline.training.model_facts.model_analysis import validate_plan
     from paceline.training.setup import check_sample_count
 
     spec, plan, count = context.spec, context.resolved_plan, context.job.ranks

@@ -58,7 +58,7 @@ def check_memory(context: PreflightContext) -> Results:
 
 
 def _suggest_plan(context: PreflightContext, limit_bytes: float) -> str:
-    from paceline.training.auto_plan import shorten_plan
+    from paceline.training.planning.auto_plan import shorten_plan
 
     count = context.job.ranks
     matches = search_plans(

@@ -13,8 +13,8 @@ from paceline.plan.search.best_plans import find_best_plans
 from paceline.plan.search.constraints import Constraint
 from paceline.spec import Launch, Spec
 from paceline.task import Task
-from paceline.training.auto_plan import find_trainable, shorten_plan
-from paceline.training.model_analysis import validate_plan
+from paceline.training.model_facts.model_analysis import validate_plan
+from paceline.training.planning.auto_plan import find_trainable, shorten_plan
 
 
 @dataclass(frozen=True)

@@ -42,29 +42,27 @@ from paceline.plan.plan import AUTO, Plan, ResolvedPlan, parse
 from paceline.run import RunFolder
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.batch_scaling import lr_factor_of_batch
-from paceline.training.batches import check_batches
 from paceline.training.checkpoint_policy import CheckpointPolicy
-from paceline.training.ddp_warmup import warm_up_ddp
-from paceline.training.evaluate import Evaluator
-from paceline.training.figures import FigureWriter
-from paceline.training.first_loss import FirstLossCheck
+from paceline.training.checks.first_loss import FirstLossCheck
+from paceline.training.checks.initial_weights import check_initial_weights_once
+from paceline.training.checks.rank_checks import check_ranks
+from paceline.training.evaluation.evaluate import Evaluator
+from paceline.training.evaluation.figures import FigureWriter
 from paceline.training.guard.check import check_guard
 from paceline.training.guard.replica_guard import ReplicaGuard
 from paceline.training.histograms.recorder import HistogramRecorder, check_histograms
-from paceline.training.initial_weights import check_initial_weights_once
-from paceline.training.model_analysis import analyze_model, build_meta_model, check_figures
-from paceline.training.noise_scale import NoiseMeter
-from paceline.training.plateau import PlateauState, add_evaluation, check_plateau, plateau_metric
-from paceline.training.profiling.profiler import StepProfiler
-from paceline.training.rank_checks import check_ranks
-from paceline.training.read_updates import read_updates
-from paceline.training.schedule import (
+from paceline.training.model_facts.model_analysis import analyze_model, build_meta_model, check_figures
+from paceline.training.optimization.batch_scaling import lr_factor_of_batch
+from paceline.training.optimization.batches import check_batches
+from paceline.training.optimization.plateau import PlateauState, add_evaluation, check_plateau, plateau_metric
+from paceline.training.optimization.read_updates import read_updates
+from paceline.training.optimization.schedule import (
     check_schedule,
     check_schedule_end,
     compute_lr_factor,
     resolve_schedule,
 )
+from paceline.training.profiling.profiler import StepProfiler
 from paceline.training.setup import (
     PreparedTraining,
     RankContext,
@@ -75,8 +73,12 @@ from paceline.training.setup import (
     use_caches,
 )
 from paceline.training.start_facts import collect_start_facts
-from paceline.training.step import TrainingStep
-from paceline.training.step_metrics import ControlFlags, LaunchedStep, MetricsReducer, StepMetrics
+from paceline.training.step.ddp_warmup import warm_up_ddp
+from paceline.training.step.noise_scale import NoiseMeter
+from paceline.training.step.step import TrainingStep
+from paceline.training.step.step_metrics import ControlFlags, LaunchedStep, MetricsReducer, StepMetrics
+from paceline.training.step.update_sequence import UpdateSequence
+from paceline.training.step.weight_operations import read_operations
 from paceline.training.stop_policy import StopPolicy, check_stop
 from paceline.training.torch_settings import (
     check_precision,
@@ -86,8 +88,6 @@ from paceline.training.torch_settings import (
     torch_settings,
 )
 from paceline.training.tracing.step_tracer import StepTracer, check_traced_steps
-from paceline.training.update_sequence import UpdateSequence
-from paceline.training.weight_operations import read_operations
 from paceline.units import format_seconds, parse_duration_s
 
 MAX_SKIPPED = 10  # steps in a row whose update on_nan=skip skips
@@ -159,7 +159,7 @@ def train(
         )
         clock.mark("ranks meet")
         if isinstance(plan, str):
-            from paceline.training.auto_plan import broadcast_choice
+            from paceline.training.planning.auto_plan import broadcast_choice
 
             choice = broadcast_choice(spec, task, world, device)
             plan, notes = choice.plan, (*notes, choice.why)
@@ -386,7 +386,7 @@ class TrainingLoop:
         if not self.spec.graph or self.first or run is None or self.world.rank:
             return
         from paceline.report.scalar_writer import ScalarWriter
-        from paceline.training.model_graph import build_model_graph
+        from paceline.training.model_facts.model_graph import build_model_graph
 
         try:
             nodes = build_model_graph(self.spec, self.context.task)

@@ -10,7 +10,7 @@ from paceline.spec import Spec
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_changes, describe_identity
 from paceline.training.guard.checkpoint_digest import can_digest, digest_weights, find_difference
-from paceline.training.plateau import PlateauState, plateau_metric
+from paceline.training.optimization.plateau import PlateauState, plateau_metric
 from paceline.training.setup import PreparedTraining, RankContext
 from paceline.training.stop_policy import StopState, get_metric
 

@@ -54,23 +54,23 @@ from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Spec
 from paceline.task import Task, read_layout
-from paceline.training.adaptive_clipping import AdaptiveClipping
-from paceline.training.batch_scaling import describe_scaling, lr_scale_factor, scale_optimizer
-from paceline.training.batches import changing_batches
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_modules
 from paceline.training.init.deferred_init import fill_
 from paceline.training.init.named_tensors import named_tensors
 from paceline.training.init.pretrained import PretrainedWeights
-from paceline.training.local_sgd import LocalSgd, build_local_sgd
-from paceline.training.model_analysis import ModelAnalysis, analyze_model, find_pretrained
-from paceline.training.optimizer import OptimizerReport, make_optimizer
+from paceline.training.model_facts.model_analysis import ModelAnalysis, analyze_model, find_pretrained
+from paceline.training.optimization.adaptive_clipping import AdaptiveClipping
+from paceline.training.optimization.batch_scaling import describe_scaling, lr_scale_factor, scale_optimizer
+from paceline.training.optimization.batches import changing_batches
+from paceline.training.optimization.optimizer import OptimizerReport, make_optimizer
+from paceline.training.optimization.read_updates import assign_parameters, task_of
+from paceline.training.optimization.sparse_gradients import coalesce_, find_sparse_parameters
 from paceline.training.optimizers.param_groups import select_names
-from paceline.training.read_updates import assign_parameters, task_of
-from paceline.training.sparse_gradients import coalesce_, find_sparse_parameters
-from paceline.training.step import TrainingStep
-from paceline.training.update_sequence import UpdatePass, UpdateSequence, unwrap
-from paceline.training.weight_operations import WeightOperations, read_operations
+from paceline.training.step.local_sgd import LocalSgd, build_local_sgd
+from paceline.training.step.step import TrainingStep
+from paceline.training.step.update_sequence import UpdatePass, UpdateSequence, unwrap
+from paceline.training.step.weight_operations import WeightOperations, read_operations
 from paceline.updates import Update
 
 if TYPE_CHECKING:

@@ -206,7 +206,7 @@ class StudyDefinition:
         Lengths are epochs, or samples if the request has steps, so that trials with different batches see
         equally many samples. A schedule of the learning rate keeps the whole length.
         """
-        from paceline.training.schedule import depends_on_length
+        from paceline.training.optimization.schedule import depends_on_length
 
         spec, _ = self.build_request(values)
         if spec.steps is None:

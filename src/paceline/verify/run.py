@@ -163,8 +163,8 @@ class Verification:
         """Raise TaskError if initial weights differ from those of a plain construction.
 
         The reference would repeat the error. It would also repeat attention between packed documents."""
-        from paceline.training.initial_weights import check_initial_weights
-        from paceline.training.model_analysis import build_meta_model
+        from paceline.training.checks.initial_weights import check_initial_weights
+        from paceline.training.model_facts.model_analysis import build_meta_model
         from paceline.verify.isolation import check_isolation
 
         built = build_meta_model(self.spec, task)

@@ -25,9 +25,9 @@ from paceline.plan.comm_volume import block_pattern
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task, read_layout
-from paceline.training.read_updates import refuse_updates
+from paceline.training.optimization.read_updates import refuse_updates
 from paceline.training.setup import PreparedTraining, build_training
-from paceline.training.step import TrainingStep
+from paceline.training.step.step import TrainingStep
 
 
 @dataclass(frozen=True)

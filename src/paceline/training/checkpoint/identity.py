@@ -13,9 +13,9 @@ from paceline.optimizer_options import OPTIMIZERS
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import DEFAULT_EPOCHS, Optimizer, Spec
 from paceline.task import AFTERWARDS, METHODS, Task, field_values
-from paceline.training.optimizer import local_optimizer
-from paceline.training.read_updates import read_updates
-from paceline.training.schedule import depends_on_length
+from paceline.training.optimization.optimizer import local_optimizer
+from paceline.training.optimization.read_updates import read_updates
+from paceline.training.optimization.schedule import depends_on_length
 
 MODULES, CODE = "modules of the model", "code of "
 

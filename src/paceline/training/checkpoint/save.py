@@ -41,8 +41,8 @@ from paceline.files import is_plain_name, open_regular, reason
 from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
 from paceline.training.init.named_tensors import find_aliases, named_tensors
-from paceline.training.optimizer import local_optimizer
-from paceline.training.plateau import PlateauState
+from paceline.training.optimization.optimizer import local_optimizer
+from paceline.training.optimization.plateau import PlateauState
 from paceline.training.stop_policy import StopState
 
 INDEX = "checkpoint.json"

@@ -9,9 +9,9 @@ from paceline.torch_compat import make_fake_mode
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.dry_run.dry_run import CPU, RealInputsMode
 from paceline.training.init.deferred_init import allocate_
-from paceline.training.model_analysis import build_meta_model
-from paceline.training.optimizer import make_optimizer
-from paceline.training.read_updates import assign_parameters, read_updates
+from paceline.training.model_facts.model_analysis import build_meta_model
+from paceline.training.optimization.optimizer import make_optimizer
+from paceline.training.optimization.read_updates import assign_parameters, read_updates
 
 FRAME_BYTES = 2048  # that torch.save adds to a tensor (torch 2.13)
 MOMENTS = 2  # tensors per weight, assumed for an optimizer that needs values and cannot run on fake tensors

@@ -37,7 +37,6 @@ from paceline.plan.plan import Plan, ResolvedPlan, micro_batch_size
 from paceline.spec import Spec
 from paceline.task import Task, load_task, read_layout
 from paceline.torch_compat import complete_fake_buckets, make_fake_mode
-from paceline.training.ddp_warmup import warm_up_ddp
 from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.identical_stages import find_identical_places
 from paceline.training.dry_run.microbatch_replay import (
@@ -47,11 +46,12 @@ from paceline.training.dry_run.microbatch_replay import (
     replay_microbatches,
 )
 from paceline.training.init.deferred_init import allocate_
-from paceline.training.model_analysis import ModelAnalysis, analyze_model
+from paceline.training.model_facts.model_analysis import ModelAnalysis, analyze_model
 from paceline.training.setup import PreparedTraining, build_training, check_sample_count
-from paceline.training.step import LossScale, TrainingStep
-from paceline.training.step_metrics import ControlFlags, reduce_metrics_async
-from paceline.training.update_sequence import UpdateSequence
+from paceline.training.step.ddp_warmup import warm_up_ddp
+from paceline.training.step.step import LossScale, TrainingStep
+from paceline.training.step.step_metrics import ControlFlags, reduce_metrics_async
+from paceline.training.step.update_sequence import UpdateSequence
 
 CPU = torch.device("cpu")
 # Raised where a model needs the values of tensors that have none.

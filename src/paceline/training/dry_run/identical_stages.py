@@ -13,7 +13,7 @@ from paceline.plan.comm_volume import CommVolume, sum_entries
 from paceline.plan.plan import ResolvedPlan
 from paceline.task import Layout
 from paceline.training.dry_run.microbatch_replay import are_microbatches_identical
-from paceline.training.model_analysis import ModelAnalysis
+from paceline.training.model_facts.model_analysis import ModelAnalysis
 
 
 @dataclass(frozen=True)

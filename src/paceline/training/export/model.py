@@ -19,7 +19,7 @@ from paceline.training.checkpoint.save import check_same_model, read_index
 from paceline.training.checkpoint.stored import load_weights
 from paceline.training.init.deferred_init import allocate_
 from paceline.training.init.named_tensors import named_tensors
-from paceline.training.model_analysis import build_meta_model
+from paceline.training.model_facts.model_analysis import build_meta_model
 from paceline.user_code import UserCode
 
 CPU = torch.device("cpu")

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from paceline.data.loader import Batch, RankBatchSlice, batches, training_parts
 from paceline.data.ragged import agree_on_longest
-from paceline.training.batches import changing_batches
 from paceline.training.guard.digest import digest
 from paceline.training.guard.verdict import Corruption
+from paceline.training.optimization.batches import changing_batches
 from paceline.training.setup import RankContext, TrainingData
-from paceline.training.step import TrainingStep
+from paceline.training.step.step import TrainingStep
 
 
 class LossRecomputation:

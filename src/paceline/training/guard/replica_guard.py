@@ -15,7 +15,7 @@ from paceline.training.guard.recompute import LossRecomputation
 from paceline.training.guard.suspects import Suspect, record_suspects
 from paceline.training.guard.verdict import Corruption, RankRecord, find_corruption
 from paceline.training.setup import PreparedTraining, RankContext, TrainingData
-from paceline.training.step import TrainingStep
+from paceline.training.step.step import TrainingStep
 
 
 class ReplicaGuard:

@@ -19,7 +19,7 @@ from paceline.torch_compat import intercept_calls
 from paceline.training.histograms.counts import TensorCounts
 from paceline.training.histograms.whole_sizes import WholeSizes, find_floats
 from paceline.training.setup import PreparedTraining, RankContext
-from paceline.training.update_sequence import UpdateSequence
+from paceline.training.step.update_sequence import UpdateSequence
 
 WEIGHTS, GRADIENTS, ACTIVATIONS = "weights", "gradients", "activations"
 FOLDER = "histograms"  # below that of the scalars: TensorBoard follows one growing file in a folder

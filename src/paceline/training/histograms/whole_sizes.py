@@ -15,7 +15,7 @@ from paceline.parallel.forward import forward
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.model_analysis import build_meta_model
+from paceline.training.model_facts.model_analysis import build_meta_model
 from paceline.user_code import describe_exception
 
 # Elements of the tensors that each call of a block returns, by its name, in the order of calls.

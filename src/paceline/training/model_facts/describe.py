@@ -24,8 +24,8 @@ from paceline.spec import Spec
 from paceline.task import Task, load_task
 from paceline.training.model_facts.live_memory import LiveMemory, measure_live_memory
 from paceline.training.model_facts.op_counter import FIRST, LAST, BlockCount, OpCounter
-from paceline.training.read_updates import assign_parameters, read_updates, task_of
-from paceline.training.weight_operations import find_averaged_share, read_operations
+from paceline.training.optimization.read_updates import assign_parameters, read_updates, task_of
+from paceline.training.step.weight_operations import find_averaged_share, read_operations
 from paceline.updates import Update
 from paceline.user_code import UserCode
 
@@ -45,7 +45,7 @@ def describe(spec: Spec, task: Task | None = None) -> ModelFacts:
 
     Raises TaskError for a model that cannot run without values.
     """
-    from paceline.training.model_analysis import build_meta_model
+    from paceline.training.model_facts.model_analysis import build_meta_model
 
     task = task if task is not None else load_task(spec.task, spec.set)
     updates = read_updates(task, ResolvedPlan(), spec.precision)

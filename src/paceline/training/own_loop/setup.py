@@ -30,10 +30,10 @@ from paceline.spec import suggest
 from paceline.task import Layout
 from paceline.training.init.named_tensors import named_tensors
 from paceline.training.node_sampler import check_monitor
-from paceline.training.optimizer import shard_state
+from paceline.training.optimization.optimizer import shard_state
+from paceline.training.optimization.sparse_gradients import check_sparse
 from paceline.training.own_loop.heartbeat import TIMEOUT_S, start_heartbeat
 from paceline.training.own_loop.trainer import Trainer, release_models
-from paceline.training.sparse_gradients import check_sparse
 
 
 def setup(

@@ -24,7 +24,7 @@ from paceline.parallel.ddp import release, replicate
 from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
 from paceline.training.checkpoint import save as checkpoint
-from paceline.training.gradient_norm import GradientNorm, scale_
+from paceline.training.optimization.gradient_norm import GradientNorm, scale_
 from paceline.training.own_loop.heartbeat import create_folder
 from paceline.training.profiling.loop_profile import LoopProfile
 from paceline.training.profiling.peak_memory import ProfiledState

@@ -31,7 +31,7 @@ from paceline.training.checkpoint import save as checkpoint
 from paceline.training.parameter_server.partition import ParameterSlice, join_state
 from paceline.training.parameter_server.rpc import Message, Transport, make_completed_future
 from paceline.training.parameter_server.server_shard import ServerShard, make_load_message
-from paceline.training.step_metrics import LocalStepStats
+from paceline.training.step.step_metrics import LocalStepStats
 
 STALENESS = 4  # default
 GOODBYE_TIMEOUT_S = 30.0  # for workers to confirm the end

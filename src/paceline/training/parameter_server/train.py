@@ -17,15 +17,15 @@ from paceline.parallel.batch_norm import find_running_statistics
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.optimizer_trial import check_independence, updates_elements
+from paceline.training.optimization.optimizer_trial import check_independence, updates_elements
+from paceline.training.optimization.schedule import check_schedule, resolve_schedule
 from paceline.training.parameter_server.coordinator import STALENESS, Coordinator, serve_until_end
 from paceline.training.parameter_server.partition import assign_slices
 from paceline.training.parameter_server.rpc import Rpc
 from paceline.training.parameter_server.server_shard import ServerShard
 from paceline.training.parameter_server.worker import Worker
-from paceline.training.schedule import check_schedule, resolve_schedule
 from paceline.training.setup import PreparedTraining, TrainingData, build_training
-from paceline.training.step import TrainingStep
+from paceline.training.step.step import TrainingStep
 
 # Builds the loop of a single process.
 Loop = Callable[[ResolvedPlan, World, TrainingData, PreparedTraining, Callable[[], bool]], Any]

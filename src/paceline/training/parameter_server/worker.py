@@ -12,11 +12,11 @@ from paceline.data.loader import RankBatchSlice, Samples, batches, training_part
 from paceline.data.order import Order
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.spec import Spec
-from paceline.training.first_loss import FirstLossCheck
+from paceline.training.checks.first_loss import FirstLossCheck
 from paceline.training.parameter_server.coordinator import STALENESS
 from paceline.training.parameter_server.partition import ParameterSlice
 from paceline.training.parameter_server.rpc import Message, Transport
-from paceline.training.step import TrainingStep
+from paceline.training.step.step import TrainingStep
 
 
 class Worker:

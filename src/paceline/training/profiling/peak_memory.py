@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.distributed.dtensor import is_materialized, local_tensor
 from paceline.training.init.named_tensors import named_tensors
-from paceline.training.optimizer import local_optimizer
+from paceline.training.optimization.optimizer import local_optimizer
 
 StorageBytes = dict[int, int]  # by address
 

@@ -17,7 +17,7 @@ from paceline.training.profiling.step_profile import (
     make_profiled_event,
 )
 from paceline.training.setup import PreparedTraining
-from paceline.training.update_sequence import UpdateSequence
+from paceline.training.step.update_sequence import UpdateSequence
 
 MAX_SHARE = 0.01  # of the training time that profiles may take
 WARM_UP_STEPS = 3  # before the first profiled step

@@ -9,10 +9,10 @@ from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.parallel.module_hooks import find_parts
 from paceline.task import Task, read_layout
 from paceline.training.setup import PreparedTraining
-from paceline.training.step import TrainingStep, ignore_microbatch
+from paceline.training.step.step import TrainingStep, ignore_microbatch
+from paceline.training.step.update_sequence import UpdateSequence
 from paceline.training.tracing.block_calls import open_block_ranges
 from paceline.training.tracing.ranges import ACTION, OpenRange, RangeStack, name_action
-from paceline.training.update_sequence import UpdateSequence
 
 
 class TrainingRanges:

@@ -35,7 +35,7 @@ def predict_trial(spec: Spec, launch: Launch, ranks: int) -> Placement:
     If its plan does not fit, it gets the fastest plan that fits. Raises RefusedTrial if none does, and the
     Error of a task that cannot be described.
     """
-    from paceline.training.auto_plan import shorten_plan
+    from paceline.training.planning.auto_plan import shorten_plan
 
     model = _describe_model(spec, launch)
     plan = _name_plan(launch, ranks)

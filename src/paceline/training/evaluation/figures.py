@@ -23,7 +23,7 @@ from paceline.user_code import UserCode
 
 if TYPE_CHECKING:
     from paceline.training.setup import RankContext
-    from paceline.training.step import TrainingStep
+    from paceline.training.step.step import TrainingStep
 
 FOLDER = "figures"  # below that of the scalars: TensorBoard follows one growing file in a folder
 NAME = re.compile(r"\w[\w .-]{0,99}")

@@ -24,12 +24,12 @@ from paceline.parallel.named_losses import NamedLosses, combine_losses, name_los
 from paceline.sample_rng import number_samples
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.figures import FigureWriter
-from paceline.training.first_loss import check_items
-from paceline.training.metric_totals import AccumulatedMetrics
+from paceline.training.checks.first_loss import check_items
+from paceline.training.evaluation.figures import FigureWriter
+from paceline.training.evaluation.metric_totals import AccumulatedMetrics
+from paceline.training.evaluation.torchmetrics_adapter import as_accumulator
 from paceline.training.setup import PreparedTraining, TrainingData
-from paceline.training.step import TrainingStep
-from paceline.training.torchmetrics_adapter import as_accumulator
+from paceline.training.step.step import TrainingStep
 from paceline.user_code import UserCode
 
 Draw = Callable[[TrainingStep, Any, Batch, int, dist.ProcessGroup | None], None]

@@ -18,7 +18,7 @@ from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
 from paceline.parallel.batch_sums import Sums, read_sums
 from paceline.sample_rng import SampleNumbers, find_numbers, number_samples
-from paceline.training.batch_parts import (
+from paceline.training.checks.batch_parts import (
     ORDERS,
     build_slicers,
     find_cuts,
@@ -26,7 +26,7 @@ from paceline.training.batch_parts import (
     is_any_rank,
     preserved_rng,
 )
-from paceline.training.step import TrainingStep
+from paceline.training.step.step import TrainingStep
 
 NumberedBatch = tuple[Batch, torch.Tensor]  # a batch, and the numbers of its samples
 RTOL = {torch.float64: 1e-5, torch.float32: 1e-3}

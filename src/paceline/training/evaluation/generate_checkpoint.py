@@ -20,14 +20,14 @@ from paceline.hf.task import HuggingFace
 from paceline.parallel.forward import autocast
 from paceline.parallel.lockstep import in_lockstep
 from paceline.plan.plan import Plan
-from paceline.training.evaluate_checkpoint import (
+from paceline.training.checks.rank_checks import check_ranks
+from paceline.training.evaluation.evaluate_checkpoint import (
     CheckpointRequest,
     agree_on_plan,
     connected,
     load_checkpoint,
 )
-from paceline.training.model_analysis import ModelAnalysis
-from paceline.training.rank_checks import check_ranks
+from paceline.training.model_facts.model_analysis import ModelAnalysis
 from paceline.training.setup import PreparedTraining
 
 Prompts = Sequence[Sequence[int]]  # tokens of each

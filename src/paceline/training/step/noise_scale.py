@@ -26,7 +26,7 @@ from paceline.events import NoiseMeasured
 from paceline.parallel.global_loss import preserved_buffers
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
-from paceline.training.step import TrainingStep
+from paceline.training.step.step import TrainingStep
 
 WINDOW = 50  # measurements that an estimate averages
 

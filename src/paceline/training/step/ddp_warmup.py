@@ -20,7 +20,7 @@ from paceline.parallel.autograd_graph import find_reached_parameters
 from paceline.parallel.ddp import release, replicate
 from paceline.parallel.forward import autocast, compute_weighted_loss, forward
 from paceline.parallel.global_loss import GlobalLoss, find_gradients, gather_splits, preserved_buffers
-from paceline.training.step import TrainingStep
+from paceline.training.step.step import TrainingStep
 from paceline.user_code import UserCode
 
 

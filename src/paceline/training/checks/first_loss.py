@@ -22,7 +22,7 @@ from paceline.errors import TaskError
 from paceline.parallel.forward import call_loss_by_item, read_weights
 from paceline.plan.plan import ResolvedPlan
 from paceline.sample_rng import SampleNumbers, find_numbers, number_samples
-from paceline.training.batch_parts import (
+from paceline.training.checks.batch_parts import (
     ORDERS,
     Slicer,
     build_slicers,
@@ -33,8 +33,8 @@ from paceline.training.batch_parts import (
     map_parts,
     preserved_rng,
 )
-from paceline.training.step import TrainingStep
-from paceline.training.sums_check import FirstSumsCheck
+from paceline.training.checks.sums_check import FirstSumsCheck
+from paceline.training.step.step import TrainingStep
 
 Verdict = Literal["adds up", "mixes", "unknown"]
 NumberedBatch = tuple[Batch, Tensor]  # a batch, and the numbers of its samples

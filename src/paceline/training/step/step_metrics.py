@@ -15,7 +15,7 @@ from paceline.errors import TaskError
 from paceline.events import Step
 from paceline.parallel.named_losses import check_same_names, name_losses
 from paceline.spec import StepBatches
-from paceline.training.gradient_norm import combine_norms
+from paceline.training.optimization.gradient_norm import combine_norms
 
 REDUCE_EVERY_S = 0.1  # quicker steps share one reduction about this often
 MAX_STEPS_PER_REDUCTION = 64

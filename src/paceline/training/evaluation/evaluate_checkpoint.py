@@ -31,11 +31,11 @@ from paceline.spec import Launch, Spec, abbreviate
 from paceline.task import Task
 from paceline.training.checkpoint import save as checkpoints
 from paceline.training.checkpoint.identity import describe_changes, describe_identity
-from paceline.training.evaluate import evaluate
+from paceline.training.checks.rank_checks import check_ranks
+from paceline.training.evaluation.evaluate import evaluate
 from paceline.training.init.deferred_init import fill_
-from paceline.training.model_analysis import ModelAnalysis, analyze_model
-from paceline.training.rank_checks import check_ranks
-from paceline.training.replan import replan
+from paceline.training.model_facts.model_analysis import ModelAnalysis, analyze_model
+from paceline.training.planning.replan import replan
 from paceline.training.setup import PreparedTraining, build_training
 from paceline.training.torch_settings import set_free_threads, torch_settings
 
@@ -201,7 +201,7 @@ def agree_on_plan(request: CheckpointRequest, task: Task, world: World) -> Plan:
     """Return the plan of a request; all ranks choose the same if it is "auto"."""
     if request.plan != AUTO:
         return parse(request.plan)
-    from paceline.training.auto_plan import broadcast_choice
+    from paceline.training.planning.auto_plan import broadcast_choice
 
     return broadcast_choice(request.spec, task, world, request.device).plan
 

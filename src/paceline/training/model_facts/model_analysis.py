@@ -23,8 +23,8 @@ from paceline.spec import Spec
 from paceline.task import PretrainedSource, Task, has_figures, read_layout
 from paceline.torch_compat import multiply_experts_of_all_dtypes
 from paceline.training.init.deferred_init import Weights, record
-from paceline.training.read_updates import assign_parameters, read_updates, tasks_of_passes
-from paceline.training.sparse_gradients import check_sparse
+from paceline.training.optimization.read_updates import assign_parameters, read_updates, tasks_of_passes
+from paceline.training.optimization.sparse_gradients import check_sparse
 from paceline.updates import Update
 from paceline.user_code import UserCode
 

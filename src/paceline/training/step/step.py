@@ -40,10 +40,10 @@ from paceline.parallel.reduced_buffers import BufferReducer
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.sample_rng import number_samples
 from paceline.task import Task
-from paceline.training.adaptive_clipping import AdaptiveClipping
-from paceline.training.gradient_norm import GradientNorm, combine_norms, local_gradients, scale_
-from paceline.training.optimizer_step import OptimizerStep
-from paceline.training.step_metrics import LocalStepStats
+from paceline.training.optimization.adaptive_clipping import AdaptiveClipping
+from paceline.training.optimization.gradient_norm import GradientNorm, combine_norms, local_gradients, scale_
+from paceline.training.optimization.optimizer_step import OptimizerStep
+from paceline.training.step.step_metrics import LocalStepStats
 from paceline.user_code import UserCode
 
 if TYPE_CHECKING:

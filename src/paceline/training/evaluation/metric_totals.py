@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.errors import TaskError
 from paceline.metrics import Accumulator
 from paceline.plan.plan import ResolvedPlan
-from paceline.training.torchmetrics_adapter import class_name
+from paceline.training.evaluation.torchmetrics_adapter import class_name
 from paceline.user_code import UserCode
 
 MAX_VALUES = 10_000  # of one metric: they are written to a line of events.jsonl

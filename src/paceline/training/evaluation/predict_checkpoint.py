@@ -36,13 +36,13 @@ from paceline.plan.plan import ResolvedPlan
 from paceline.sample_rng import number_samples
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.evaluate_checkpoint import (
+from paceline.training.checks.rank_checks import check_ranks
+from paceline.training.evaluation.evaluate_checkpoint import (
     CheckpointRequest,
     agree_on_plan,
     connected,
     load_checkpoint,
 )
-from paceline.training.rank_checks import check_ranks
 from paceline.training.setup import PreparedTraining
 from paceline.user_code import UserCode
 

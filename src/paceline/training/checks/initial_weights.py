@@ -28,7 +28,7 @@ from paceline.training.init.deferred_init import Weights, record
 from paceline.training.init.named_tensors import find_aliases, named_tensors
 from paceline.training.init.operation_tape import unequal
 from paceline.training.init.pretrained import find_pretrained_names
-from paceline.training.model_analysis import find_pretrained
+from paceline.training.model_facts.model_analysis import find_pretrained
 from paceline.units import format_bytes, format_count
 from paceline.user_code import UserCode
 from paceline.version import __version__

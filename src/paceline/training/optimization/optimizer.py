@@ -15,9 +15,9 @@ from paceline.errors import TaskError
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer
 from paceline.task import Task
-from paceline.training.optimizer_trial import check_independence
+from paceline.training.optimization.optimizer_trial import check_independence
+from paceline.training.optimization.sparse_gradients import check_sparse_support, find_sparse_parameters
 from paceline.training.optimizers.build import build_optimizer
-from paceline.training.sparse_gradients import check_sparse_support, find_sparse_parameters
 from paceline.user_code import UserCode
 
 MAX_NAMED_GROUPS = 4  # in a note

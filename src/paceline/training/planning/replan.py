@@ -9,7 +9,7 @@ from paceline.parallel.batch_norm import find_running_statistics
 from paceline.plan.plan import AUTO, Plan, micro_batch_size, parse
 from paceline.plan.search.nearest import find_nearest_plans
 from paceline.spec import Launch, Spec
-from paceline.training.model_analysis import build_meta_model, validate_plan
+from paceline.training.model_facts.model_analysis import build_meta_model, validate_plan
 from paceline.units import several
 
 

@@ -19,8 +19,8 @@ from paceline.parallel.batch_norm import find_running_statistics, unsync_batch_n
 from paceline.parallel.ddp import release
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.training.checkpoint import save as checkpoint
-from paceline.training.gradient_norm import GradientNorm
-from paceline.training.step import TrainingStep
+from paceline.training.optimization.gradient_norm import GradientNorm
+from paceline.training.step.step import TrainingStep
 
 
 @dataclass

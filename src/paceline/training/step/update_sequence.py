@@ -16,11 +16,11 @@ from paceline.errors import SpecError
 from paceline.parallel.ddp import release, replicate
 from paceline.spec import Schedule
 from paceline.task import Task
-from paceline.training.ddp_warmup import warm_up_ddp
-from paceline.training.gradient_norm import combine_norms
-from paceline.training.schedule import check_schedule, compute_lr_factor, tokens_per_sample
-from paceline.training.step import LossScale, TrainingStep
-from paceline.training.step_metrics import LocalStepStats
+from paceline.training.optimization.gradient_norm import combine_norms
+from paceline.training.optimization.schedule import check_schedule, compute_lr_factor, tokens_per_sample
+from paceline.training.step.ddp_warmup import warm_up_ddp
+from paceline.training.step.step import LossScale, TrainingStep
+from paceline.training.step.step_metrics import LocalStepStats
 from paceline.updates import Update
 
 

@@ -15,7 +15,7 @@ from paceline.plan.plan import Plan
 from paceline.report.graph_node import GraphNode
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.model_analysis import build_meta_model
+from paceline.training.model_facts.model_analysis import build_meta_model
 
 
 def build_model_graph(spec: Spec, task: Task) -> list[GraphNode]:

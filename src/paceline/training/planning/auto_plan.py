@@ -18,8 +18,8 @@ from paceline.plan.plan import Plan, parse
 from paceline.plan.search.best_plans import BestPlans, find_best_plans
 from paceline.spec import Spec
 from paceline.task import Task, has_own_optimizer
-from paceline.training.model_analysis import build_meta_model, validate_plan
 from paceline.training.model_facts.describe import describe
+from paceline.training.model_facts.model_analysis import build_meta_model, validate_plan
 from paceline.units import format_bytes, format_seconds, several
 
 

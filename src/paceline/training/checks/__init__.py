@@ -1,0 +1,1 @@
+"""Checks before the first step: ranks and links, initial weights, what the first loss consists of."""

@@ -1,0 +1,1 @@
+"""Evaluation: metrics over a split, and what a checkpoint scores, predicts or writes."""

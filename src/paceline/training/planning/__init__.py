@@ -1,0 +1,1 @@
+"""Plans for a task, found from the facts of its model."""

@@ -1,0 +1,1 @@
+"""A step: its micro-batches, metrics and updates, and what runs before or after it."""
