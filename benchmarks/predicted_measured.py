@@ -14,11 +14,11 @@ from paceline.bench.compute.engine_overhead import time_training_step
 from paceline.data.loader import RankBatchSlice, batches, training_parts
 from paceline.distributed.dtensor import storage_id
 from paceline.distributed.process_group import keep_freed_memory
+from paceline.distributed.shared_exchange import find_exchange
 from paceline.distributed.world import read_world
 from paceline.errors import Error
 from paceline.launch.rank_pool import Ranks
-from paceline.parallel.ddp import release
-from paceline.parallel.shared_exchange import find_exchange
+from paceline.parallel.data_parallel.ddp import release
 from paceline.plan.plan import Plan, micro_batch_size, parse
 from paceline.plan.search.candidates import enumerate_candidates
 from paceline.spec import Spec

@@ -18,7 +18,7 @@ from paceline.chunked_loss import CHUNK_ELEMENTS, CrossEntropyHead, VocabularyPa
 from paceline.cluster.published import find
 from paceline.data.fake import example_batch, fake_parameters
 from paceline.errors import TaskError
-from paceline.parallel.forward import call_loss, call_model
+from paceline.parallel.loss.forward import call_loss, call_model
 from paceline.parallel.tensor import linear
 from paceline.plan.cost_model.compute_time import compute_block_time
 from paceline.plan.cost_model.framework_profiles import FLOAT32

@@ -16,7 +16,7 @@ from hf_folders import write_folder, write_text
 from paceline import Spec, Task
 from paceline.data.order import shuffle
 from paceline.errors import Error
-from paceline.parallel.batch_sums import SumsOfParts
+from paceline.parallel.loss.batch_sums import SumsOfParts
 from paceline.task import load_task
 
 pytest.importorskip("transformers")

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import harness
 from faults import replaced
 from paceline import Task
-from paceline.parallel import batch_shares
-from paceline.parallel.batch_shares import BatchShares
-from paceline.parallel.global_loss import GlobalLoss, find_gradients
+from paceline.parallel.loss import batch_shares
+from paceline.parallel.loss.batch_shares import BatchShares
+from paceline.parallel.loss.global_loss import GlobalLoss, find_gradients
 
 pytestmark = pytest.mark.processes
 

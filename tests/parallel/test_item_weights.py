@@ -13,7 +13,7 @@ import models
 from faults import replaced
 from paceline import Spec, Task
 from paceline.errors import Error
-from paceline.parallel import forward
+from paceline.parallel.loss import forward
 from paceline.spec import Optimizer
 from paceline.training.step import step
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness import ranks
-from paceline.parallel.lockstep import in_lockstep
+from paceline.parallel.data_parallel.lockstep import in_lockstep
 
 pytestmark = pytest.mark.processes
 

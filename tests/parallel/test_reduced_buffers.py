@@ -20,8 +20,12 @@ from models import SAMPLES, Pairs, random_normal
 from paceline import BufferSum, Layout, Noted, Spec, Started, Task, setup, train
 from paceline.data.order import shuffle
 from paceline.errors import PlanError, TaskError
-from paceline.parallel import reduced_buffers
-from paceline.parallel.reduced_buffers import BufferReducer, check_reduced_buffers, read_reductions
+from paceline.parallel.data_parallel import reduced_buffers
+from paceline.parallel.data_parallel.reduced_buffers import (
+    BufferReducer,
+    check_reduced_buffers,
+    read_reductions,
+)
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save

@@ -17,14 +17,14 @@ from faults import replaced
 from harness import ranks
 from paceline.distributed import shared_memory
 from paceline.distributed.shared_barrier import SharedMemoryBarrier
-from paceline.parallel import ddp
-from paceline.parallel.shared_exchange import (
+from paceline.distributed.shared_exchange import (
     BARRIER_BYTES,
     SLOT_BYTES,
     SLOTS,
     SharedMemoryExchange,
 )
-from paceline.parallel.shared_gradients import WARM_UP_PASSES, measure_exchange_s
+from paceline.parallel.data_parallel import ddp
+from paceline.parallel.data_parallel.shared_gradients import WARM_UP_PASSES, measure_exchange_s
 
 pytestmark = pytest.mark.processes
 SIZES = (1, 1000, SLOT_BYTES // 4, 2 * SLOT_BYTES // 4 + 3)  # of float32: within a slot, and over several

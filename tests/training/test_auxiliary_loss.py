@@ -23,8 +23,8 @@ from paceline import Spec, Task, World, train
 from paceline.data.order import shuffle
 from paceline.errors import Error
 from paceline.events import Evaluated, Event, Step
-from paceline.parallel.auxiliary_loss import AuxiliaryLoss, check_auxiliary_loss
-from paceline.parallel.batch_sums import SumsOfParts
+from paceline.parallel.loss.auxiliary_loss import AuxiliaryLoss, check_auxiliary_loss
+from paceline.parallel.loss.batch_sums import SumsOfParts
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save

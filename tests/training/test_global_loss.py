@@ -22,8 +22,8 @@ from paceline import Spec, Task, World, train
 from paceline.data.order import shuffle
 from paceline.errors import Error
 from paceline.events import Evaluated, Step
-from paceline.parallel.batch_shares import BatchShares
-from paceline.parallel.whole_tensor import WholeTensor
+from paceline.parallel.loss.batch_shares import BatchShares
+from paceline.parallel.loss.whole_tensor import WholeTensor
 from paceline.spec import Optimizer
 from paceline.training.init.deferred_init import fill_, record
 from paceline.training.step import step

@@ -25,8 +25,8 @@ from paceline.after_step import Ema
 from paceline.data.order import shuffle
 from paceline.errors import Error
 from paceline.events import Evaluated, Event, Step
-from paceline.parallel import named_losses
-from paceline.parallel.named_losses import NamedLossSums
+from paceline.parallel.loss import named_losses
+from paceline.parallel.loss.named_losses import NamedLossSums
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save

@@ -28,7 +28,7 @@ from paceline import Spec, Task
 from paceline.data.loader import Numbers, RankBatchSlice
 from paceline.distributed.world import read_world
 from paceline.errors import Error, PlanError, TaskError
-from paceline.parallel.forward import call_model
+from paceline.parallel.loss.forward import call_model
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer, Schedule
 from paceline.training.optimization.gradient_norm import GradientNorm, combine_norms, local_gradients, scale_

@@ -21,7 +21,7 @@ from paceline.data.order import shuffle
 from paceline.debug.replay import replay
 from paceline.errors import PlanError, SpecError, TaskError
 from paceline.events import Profiled, Step
-from paceline.parallel.inner_gradients import InnerGradients
+from paceline.parallel.data_parallel.inner_gradients import InnerGradients
 from paceline.plan.plan import ResolvedPlan, parse
 from paceline.run import RunFolder, create
 from paceline.spec import Launch, Optimizer, Save, Schedule

@@ -24,7 +24,7 @@ from paceline.debug.steps import StepTable, read_steps
 from paceline.distributed.process_group import choose_device, process_group
 from paceline.distributed.world import World
 from paceline.errors import CheckpointError, Error, PlanError, RunError, TaskError
-from paceline.parallel.forward import has_global_loss
+from paceline.parallel.loss.forward import has_global_loss
 from paceline.plan.plan import Plan, parse
 from paceline.run import RunFolder
 from paceline.spec import Spec

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.distributed.mesh import build_mesh, select_data_mesh
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.compile import recompute_and_compile
-from paceline.parallel.ddp import replicate
-from paceline.parallel.fsdp import shard
+from paceline.parallel.data_parallel.ddp import replicate
+from paceline.parallel.data_parallel.fsdp import shard
 from paceline.plan.plan import ResolvedPlan
 from paceline.task import Layout
 

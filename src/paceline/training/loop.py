@@ -33,11 +33,11 @@ from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.errors import DivergedError, Error, PlanError
 from paceline.events import Ended, Event, Noted, Started
 from paceline.files import reason
-from paceline.parallel.auxiliary_loss import check_auxiliary_loss
-from paceline.parallel.buffer_comparison import describe_different_buffers
-from paceline.parallel.global_loss import check_global_loss
-from paceline.parallel.reduced_buffers import check_reduced_buffers
-from paceline.parallel.shared_gradients import measure_exchange_s
+from paceline.parallel.data_parallel.buffer_comparison import describe_different_buffers
+from paceline.parallel.data_parallel.reduced_buffers import check_reduced_buffers
+from paceline.parallel.data_parallel.shared_gradients import measure_exchange_s
+from paceline.parallel.loss.auxiliary_loss import check_auxiliary_loss
+from paceline.parallel.loss.global_loss import check_global_loss
 from paceline.plan.plan import AUTO, Plan, ResolvedPlan, parse
 from paceline.run import RunFolder
 from paceline.spec import Spec

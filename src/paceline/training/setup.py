@@ -29,20 +29,17 @@ from paceline.distributed.mesh import build_mesh, select_data_mesh
 from paceline.distributed.world import World
 from paceline.errors import DataError, PlanError
 from paceline.parallel.apply import parallelize
-from paceline.parallel.auxiliary_loss import AuxiliaryLoss, has_auxiliary_loss
-from paceline.parallel.batch_norm import (
+from paceline.parallel.data_parallel.batch_norm import (
     average_,
     find_running_statistics,
     has_batch_norm,
     sync_batch_norm,
 )
-from paceline.parallel.buffer_comparison import BufferComparison
-from paceline.parallel.ddp import release
-from paceline.parallel.forward import has_global_loss
-from paceline.parallel.fsdp import average_scalars_
-from paceline.parallel.global_loss import BatchShares, GlobalLoss
-from paceline.parallel.inner_gradients import InnerGradients
-from paceline.parallel.reduced_buffers import (
+from paceline.parallel.data_parallel.buffer_comparison import BufferComparison
+from paceline.parallel.data_parallel.ddp import release
+from paceline.parallel.data_parallel.fsdp import average_scalars_
+from paceline.parallel.data_parallel.inner_gradients import InnerGradients
+from paceline.parallel.data_parallel.reduced_buffers import (
     NONE,
     BufferReducer,
     Reduction,
@@ -50,6 +47,9 @@ from paceline.parallel.reduced_buffers import (
     find_batch_norm_buffers,
     read_reductions,
 )
+from paceline.parallel.loss.auxiliary_loss import AuxiliaryLoss, has_auxiliary_loss
+from paceline.parallel.loss.forward import has_global_loss
+from paceline.parallel.loss.global_loss import BatchShares, GlobalLoss
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Spec
@@ -553,7 +553,7 @@ def _build_gradient_hooks(
 ) -> Iterator[Callable[[], None]]:
     """Yield functions to call after each backward pass, since torch's engines leave gradients incomplete."""
     if analysis.units is not None and step.pipeline is None and mesh is not None:
-        from paceline.parallel.skipped_units import SkippedUnits
+        from paceline.parallel.data_parallel.skipped_units import SkippedUnits
 
         skipped = SkippedUnits(
             model, [model.get_submodule(name) for name in analysis.units.names], step.device

@@ -14,7 +14,7 @@ from paceline import task as tasks
 from paceline.data.fake import example_batch
 from paceline.distributed.world import read_world
 from paceline.events import Ended, Step
-from paceline.parallel.forward import read_weights
+from paceline.parallel.loss.forward import read_weights
 from paceline.plan.plan import Plan, parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Spec

@@ -8,7 +8,7 @@ from paceline.data.fake import example_batch
 from paceline.data.loader import Batch, open_dataset
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
-from paceline.parallel.forward import forward
+from paceline.parallel.loss.forward import forward
 from paceline.plan.plan import Plan
 from paceline.sample_rng import SampleNumbers, number_samples
 from paceline.spec import Spec

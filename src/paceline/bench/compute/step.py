@@ -20,7 +20,7 @@ from paceline.data.loader import Batch
 from paceline.distributed.process_group import process_group
 from paceline.distributed.world import World
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.forward import autocast, call_model
+from paceline.parallel.loss.forward import autocast, call_model
 from paceline.plan.comm_volume import block_pattern
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec

@@ -11,7 +11,7 @@ from paceline.errors import DataError, PlanError, TaskError
 from paceline.parallel.context.replace_attention import replace_attention
 from paceline.parallel.context.stacks import find_stacks
 from paceline.parallel.context.trial_attention import WholeTrial
-from paceline.parallel.forward import call_model
+from paceline.parallel.loss.forward import call_model
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
 from paceline.task import Task, read_layout

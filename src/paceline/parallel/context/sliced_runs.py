@@ -8,7 +8,7 @@ from torch.utils._pytree import TreeSpec
 from paceline.errors import PlanError
 from paceline.parallel.context.check import check_sequence_length, no_attention_message
 from paceline.parallel.context.find_splits import SequenceSplits
-from paceline.parallel.reduced_buffers import list_names
+from paceline.parallel.data_parallel.reduced_buffers import list_names
 from paceline.plan.plan import Plan
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import Error
-from paceline.parallel.forward import ELSEWHERE
+from paceline.parallel.loss.forward import ELSEWHERE
 from paceline.parallel.pipeline.stage import PipelineRank, Stage
 from paceline.parallel.pipeline.tracer import ForwardTrace, unfused_attention
 

@@ -13,21 +13,22 @@ from paceline.distributed.mesh import select_data_mesh
 from paceline.distributed.places import find_places
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.errors import TaskError
-from paceline.parallel.auxiliary_loss import AuxiliaryLoss
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.compile import recompute_and_compile
 from paceline.parallel.context.apply import ContextParallel
-from paceline.parallel.forward import (
+from paceline.parallel.data_parallel.fsdp import copy_output_views, find_scalars
+from paceline.parallel.data_parallel.reduced_buffers import BufferReducer
+from paceline.parallel.loss.auxiliary_loss import AuxiliaryLoss
+from paceline.parallel.loss.forward import (
     MIXED_WEIGHTS,
     GlobalWeight,
     LossInspector,
     autocast,
     compute_weighted_loss,
 )
-from paceline.parallel.forward import forward as run_forward
-from paceline.parallel.fsdp import copy_output_views, find_scalars
+from paceline.parallel.loss.forward import forward as run_forward
+from paceline.parallel.loss.named_losses import NamedLossSums
 from paceline.parallel.module_hooks import CallInterceptor, find_parts
-from paceline.parallel.named_losses import NamedLossSums
 from paceline.parallel.pipeline.actions import ActionObserver
 from paceline.parallel.pipeline.eval import SequentialStageRunner
 from paceline.parallel.pipeline.gradient_check import GradientCheck
@@ -37,7 +38,6 @@ from paceline.parallel.pipeline.stage import PipelineRank, Stage, StagePartition
 from paceline.parallel.pipeline.tied_weights import TiedWeightSync
 from paceline.parallel.pipeline.tracer import ForwardTrace
 from paceline.parallel.pytree import flatten
-from paceline.parallel.reduced_buffers import BufferReducer
 from paceline.plan.plan import ResolvedPlan
 from paceline.task import Task, read_layout
 from paceline.user_code import UserCode

@@ -24,7 +24,7 @@ from paceline.data.loader import Batch
 from paceline.distributed.dtensor import storage_id
 from paceline.errors import PlanError
 from paceline.parallel.autograd_graph import find_reached_parameters
-from paceline.parallel.forward import autocast, call_loss, call_model
+from paceline.parallel.loss.forward import autocast, call_loss, call_model
 from paceline.parallel.module_hooks import CallInterceptor, Run, find_parts
 from paceline.parallel.pipeline.buffers import BufferUse
 from paceline.parallel.pipeline.capturing_hooks import HookCall, record_hooks

@@ -1,4 +1,4 @@
 """Tensor parallelism: find which weights split, split them, and exchange activations.
 
-Sharding for data parallelism belongs to `parallel.fsdp`.
+Sharding for data parallelism belongs to `parallel.data_parallel.fsdp`.
 """

@@ -70,7 +70,7 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Split
     Raises PlanError if no layer can be split, and TaskError for a layout that names modules which do not
     exist.
     """
-    from paceline.parallel.forward import call_model
+    from paceline.parallel.loss.forward import call_model
 
     outputs: list[Any] = []
     tp = plan.tp

@@ -154,9 +154,9 @@ class DeviceRates:
     def shared_mean_s(self, size: float, ranks: int) -> float:
         """Return the seconds in which ranks of one machine average S = `size` bytes through shared memory.
 
-        The shared memory is small and stays in the cache (`parallel/shared_exchange.py`), so that each rank
-        mainly reads its bytes and writes the mean. 0.25 to 16 MB on two ranks took 1.6 to 2.9 times the time
-        of `size` bytes at the bandwidth of a copy, mostly 2.0. Each further rank is read once.
+        The shared memory is small and stays in the cache (`distributed/shared_exchange.py`), so that each
+        rank mainly reads its bytes and writes the mean. 0.25 to 16 MB on two ranks took 1.6 to 2.9 times
+        the time of `size` bytes at the bandwidth of a copy, mostly 2.0. Each further rank is read once.
         """
         return ranks * size / self.memory_Bps
 

@@ -19,7 +19,7 @@ from paceline.batch import cast_floats, find_leaves
 from paceline.data.loader import Batch
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
-from paceline.parallel.forward import call_loss_by_item, read_weights
+from paceline.parallel.loss.forward import call_loss_by_item, read_weights
 from paceline.plan.plan import ResolvedPlan
 from paceline.sample_rng import SampleNumbers, find_numbers, number_samples
 from paceline.training.checks.batch_parts import (

@@ -16,7 +16,7 @@ from paceline.batch import cast_floats
 from paceline.data.loader import Batch
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
-from paceline.parallel.batch_sums import Sums, read_sums
+from paceline.parallel.loss.batch_sums import Sums, read_sums
 from paceline.sample_rng import SampleNumbers, find_numbers, number_samples
 from paceline.training.checks.batch_parts import (
     ORDERS,

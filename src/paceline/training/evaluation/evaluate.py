@@ -16,11 +16,11 @@ from paceline.doctor.heartbeat import EVALUATE
 from paceline.errors import TaskError
 from paceline.events import Evaluated
 from paceline.metrics import Accumulator
-from paceline.parallel.auxiliary_loss import compute_auxiliary_loss, has_auxiliary_loss
-from paceline.parallel.batch_sums import SumsOfParts, read_sums
-from paceline.parallel.forward import ELSEWHERE, autocast, forward, read_weights, weighted_sum
-from paceline.parallel.global_loss import gather_splits
-from paceline.parallel.named_losses import NamedLosses, combine_losses, name_losses
+from paceline.parallel.loss.auxiliary_loss import compute_auxiliary_loss, has_auxiliary_loss
+from paceline.parallel.loss.batch_sums import SumsOfParts, read_sums
+from paceline.parallel.loss.forward import ELSEWHERE, autocast, forward, read_weights, weighted_sum
+from paceline.parallel.loss.global_loss import gather_splits
+from paceline.parallel.loss.named_losses import NamedLosses, combine_losses, name_losses
 from paceline.sample_rng import number_samples
 from paceline.spec import Spec
 from paceline.task import Task

@@ -15,7 +15,7 @@ from paceline.batch import find_leaves, map_leaves
 from paceline.data.loader import Batch
 from paceline.errors import RunError, TaskError
 from paceline.files import replaced
-from paceline.parallel.global_loss import gather_splits
+from paceline.parallel.loss.global_loss import gather_splits
 from paceline.plotting.png import encode_figure, encode_png, is_figure
 from paceline.run import RunFolder
 from paceline.task import Task, has_figures

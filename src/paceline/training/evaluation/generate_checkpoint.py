@@ -17,8 +17,8 @@ from paceline.distributed.world import World
 from paceline.errors import PlanError
 from paceline.hf.generate import GenerationOptions, TextWriter, shorten_arguments
 from paceline.hf.task import HuggingFace
-from paceline.parallel.forward import autocast
-from paceline.parallel.lockstep import in_lockstep
+from paceline.parallel.data_parallel.lockstep import in_lockstep
+from paceline.parallel.loss.forward import autocast
 from paceline.plan.plan import Plan
 from paceline.training.checks.rank_checks import check_ranks
 from paceline.training.evaluation.evaluate_checkpoint import (

@@ -30,8 +30,8 @@ from paceline.distributed.world import World
 from paceline.errors import DataError, RunError, TaskError
 from paceline.events import nan_to_null
 from paceline.files import reason
-from paceline.parallel.forward import ELSEWHERE, autocast
-from paceline.parallel.global_loss import gather_splits
+from paceline.parallel.loss.forward import ELSEWHERE, autocast
+from paceline.parallel.loss.global_loss import gather_splits
 from paceline.plan.plan import ResolvedPlan
 from paceline.sample_rng import number_samples
 from paceline.spec import Spec

@@ -2,8 +2,8 @@
 
 from paceline.data.loader import Samples, find_streams
 from paceline.errors import PlanError
-from paceline.parallel.auxiliary_loss import has_auxiliary_loss
-from paceline.parallel.forward import has_global_loss
+from paceline.parallel.loss.auxiliary_loss import has_auxiliary_loss
+from paceline.parallel.loss.forward import has_global_loss
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task

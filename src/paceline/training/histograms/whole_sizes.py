@@ -11,7 +11,7 @@ from paceline.data.fake import example_batch, fake_parameters
 from paceline.data.loader import Batch, Samples
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import Error
-from paceline.parallel.forward import forward
+from paceline.parallel.loss.forward import forward
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task

@@ -14,7 +14,7 @@ from paceline.data.fake import example_batch, fake_parameters
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import storage_id
 from paceline.errors import PlanError, TaskError
-from paceline.parallel.forward import call_loss, call_model
+from paceline.parallel.loss.forward import call_loss, call_model
 from paceline.parallel.tensor.styles import STYLES
 from paceline.plan.model.facts import BlockFacts, LiveBytes, ModelFacts, TensorVolume
 from paceline.plan.model.operations import Operation

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from paceline.data.fake import example_batch
 from paceline.data.loader import Batch, Samples
 from paceline.errors import PlanError
-from paceline.parallel.auxiliary_loss import check_auxiliary_loss
 from paceline.parallel.compile import check_compilable
-from paceline.parallel.global_loss import check_global_loss
-from paceline.parallel.reduced_buffers import check_reduced_buffers
+from paceline.parallel.data_parallel.reduced_buffers import check_reduced_buffers
+from paceline.parallel.loss.auxiliary_loss import check_auxiliary_loss
+from paceline.parallel.loss.global_loss import check_global_loss
 from paceline.plan.plan import ResolvedPlan, check_trainable
 from paceline.spec import Spec
 from paceline.task import PretrainedSource, Task, has_figures, read_layout
@@ -29,8 +29,8 @@ from paceline.updates import Update
 from paceline.user_code import UserCode
 
 if TYPE_CHECKING:
+    from paceline.parallel.data_parallel.shard_units import ShardUnits
     from paceline.parallel.pipeline.tracer import ForwardTrace, StandInModel
-    from paceline.parallel.shard_units import ShardUnits
     from paceline.parallel.tensor.apply import Splits
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
@@ -121,7 +121,7 @@ def analyze_model(
     batch = example_batch(spec, task, plan, training)
     units = None
     if is_sharded:
-        from paceline.parallel.shard_units import find_shard_units
+        from paceline.parallel.data_parallel.shard_units import find_shard_units
 
         units = find_shard_units(model, tasks_of_passes(task, updates), batch, spec.seed)
     with UserCode("the forward pass without values", task.model):

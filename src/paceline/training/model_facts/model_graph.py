@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.batch import find_tensors
 from paceline.data.fake import example_batch, fake_parameters
 from paceline.distributed.rng import seeded_rngs
-from paceline.parallel.forward import forward
+from paceline.parallel.loss.forward import forward
 from paceline.plan.plan import Plan
 from paceline.report.graph_node import GraphNode
 from paceline.spec import Spec

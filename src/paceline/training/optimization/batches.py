@@ -1,7 +1,7 @@
 """Trainings whose batch grows: what they require of task and plan."""
 
 from paceline.errors import PlanError, SpecError
-from paceline.parallel.global_loss import has_global_loss
+from paceline.parallel.loss.global_loss import has_global_loss
 from paceline.plan.plan import ResolvedPlan, micro_batch_size
 from paceline.spec import Spec, StepBatches
 from paceline.spec.batch_schedule import list_batches

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import PlanError, SpecError, TaskError
-from paceline.parallel.named_losses import REPORTED
+from paceline.parallel.loss.named_losses import REPORTED
 from paceline.plan.plan import ResolvedPlan
 from paceline.task import Task, draw_by_sample
 from paceline.updates import Update

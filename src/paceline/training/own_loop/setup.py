@@ -20,10 +20,10 @@ from paceline.distributed.process_group import process_group
 from paceline.distributed.world import World, read_world
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.activation_checkpoint import recompute
-from paceline.parallel.batch_norm import has_batch_norm, sync_batch_norm
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.fsdp import average_scalars_, average_whole_, shard
-from paceline.parallel.reduced_buffers import NONE, read_reductions
+from paceline.parallel.data_parallel.batch_norm import has_batch_norm, sync_batch_norm
+from paceline.parallel.data_parallel.fsdp import average_scalars_, average_whole_, shard
+from paceline.parallel.data_parallel.reduced_buffers import NONE, read_reductions
 from paceline.plan.plan import Plan, ResolvedPlan, parse
 from paceline.run import RunFolder
 from paceline.spec import suggest

@@ -20,7 +20,7 @@ from paceline.distributed.world import World
 from paceline.doctor.heartbeat import BACKWARD, FORWARD, OWN_CODE, SAVE, UPDATE
 from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.errors import CheckpointError, PlanError, TaskError
-from paceline.parallel.ddp import release, replicate
+from paceline.parallel.data_parallel.ddp import release, replicate
 from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
 from paceline.training.checkpoint import save as checkpoint

@@ -25,7 +25,7 @@ from torch.futures import Future
 from paceline.distributed.process_group import start_timeout_s
 from paceline.errors import RankError
 from paceline.events import Ended, Event, Failed, Started, Step
-from paceline.parallel.named_losses import check_same_names
+from paceline.parallel.loss.named_losses import check_same_names
 from paceline.plan.plan import ResolvedPlan
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.parameter_server.partition import ParameterSlice, join_state

@@ -13,7 +13,7 @@ from paceline.distributed.process_group import start_timeout_s, workers_per_rank
 from paceline.distributed.world import World
 from paceline.errors import PlanError
 from paceline.events import Ended, Event, Started
-from paceline.parallel.batch_norm import find_running_statistics
+from paceline.parallel.data_parallel.batch_norm import find_running_statistics
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task

@@ -11,7 +11,7 @@ from paceline.cluster import local_cluster
 from paceline.cluster.facts import Cluster
 from paceline.distributed.world import World
 from paceline.errors import PlanError, TaskError
-from paceline.parallel.batch_norm import find_running_statistics
+from paceline.parallel.data_parallel.batch_norm import find_running_statistics
 from paceline.plan.cost_model.cost import Cost, list_slower_parts
 from paceline.plan.cost_model.optimizer_state import recipe_of_request
 from paceline.plan.plan import Plan, parse

@@ -5,7 +5,7 @@ The global batch stays.
 
 from paceline import task as tasks
 from paceline.errors import PlanError, TaskError
-from paceline.parallel.batch_norm import find_running_statistics
+from paceline.parallel.data_parallel.batch_norm import find_running_statistics
 from paceline.plan.plan import AUTO, Plan, micro_batch_size, parse
 from paceline.plan.search.nearest import find_nearest_plans
 from paceline.spec import Launch, Spec

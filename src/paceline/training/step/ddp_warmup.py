@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.data.loader import Batch
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.parallel.autograd_graph import find_reached_parameters
-from paceline.parallel.ddp import release, replicate
-from paceline.parallel.forward import autocast, compute_weighted_loss, forward
-from paceline.parallel.global_loss import GlobalLoss, find_gradients, gather_splits, preserved_buffers
+from paceline.parallel.data_parallel.ddp import release, replicate
+from paceline.parallel.loss.forward import autocast, compute_weighted_loss, forward
+from paceline.parallel.loss.global_loss import GlobalLoss, find_gradients, gather_splits, preserved_buffers
 from paceline.training.step.step import TrainingStep
 from paceline.user_code import UserCode
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PlanError
-from paceline.parallel.batch_norm import find_running_statistics, unsync_batch_norm
-from paceline.parallel.ddp import release
+from paceline.parallel.data_parallel.batch_norm import find_running_statistics, unsync_batch_norm
+from paceline.parallel.data_parallel.ddp import release
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.optimization.gradient_norm import GradientNorm

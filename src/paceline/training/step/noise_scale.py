@@ -23,7 +23,7 @@ from paceline.data.loader import Batch
 from paceline.distributed.rng import derive_seed
 from paceline.errors import PlanError, SpecError
 from paceline.events import NoiseMeasured
-from paceline.parallel.global_loss import preserved_buffers
+from paceline.parallel.loss.global_loss import preserved_buffers
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.training.step.step import TrainingStep

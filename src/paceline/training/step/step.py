@@ -16,8 +16,10 @@ from paceline.data.loader import Batch, RankBatchSlice, number_batch
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.doctor.heartbeat import BACKWARD, FORWARD, UPDATE
 from paceline.errors import TaskError
-from paceline.parallel.auxiliary_loss import AuxiliaryLoss
-from paceline.parallel.forward import (
+from paceline.parallel.data_parallel.inner_gradients import InnerGradients
+from paceline.parallel.data_parallel.reduced_buffers import BufferReducer
+from paceline.parallel.loss.auxiliary_loss import AuxiliaryLoss
+from paceline.parallel.loss.forward import (
     MIXED_WEIGHTS,
     GlobalWeight,
     LocalWeight,
@@ -26,7 +28,7 @@ from paceline.parallel.forward import (
     compute_weighted_loss,
     forward,
 )
-from paceline.parallel.global_loss import (
+from paceline.parallel.loss.global_loss import (
     GlobalLoss,
     Gradients,
     check_repeated,
@@ -34,9 +36,7 @@ from paceline.parallel.global_loss import (
     gather_splits,
     preserved_buffers,
 )
-from paceline.parallel.inner_gradients import InnerGradients
-from paceline.parallel.named_losses import NamedLossSums
-from paceline.parallel.reduced_buffers import BufferReducer
+from paceline.parallel.loss.named_losses import NamedLossSums
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.sample_rng import number_samples
 from paceline.task import Task

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.errors import TaskError
 from paceline.events import Step
-from paceline.parallel.named_losses import check_same_names, name_losses
+from paceline.parallel.loss.named_losses import check_same_names, name_losses
 from paceline.spec import StepBatches
 from paceline.training.optimization.gradient_norm import combine_norms
 

@@ -13,7 +13,7 @@ from paceline.data.loader import Batch
 from paceline.distributed.rng import derive_seed
 from paceline.doctor.heartbeat import UPDATE
 from paceline.errors import SpecError
-from paceline.parallel.ddp import release, replicate
+from paceline.parallel.data_parallel.ddp import release, replicate
 from paceline.spec import Schedule
 from paceline.task import Task
 from paceline.training.optimization.gradient_norm import combine_norms

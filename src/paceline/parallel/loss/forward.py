@@ -12,8 +12,8 @@ from paceline.batch import count_samples
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import is_dtensor
 from paceline.errors import TaskError
-from paceline.parallel.auxiliary_loss import AuxiliaryLoss, add_auxiliary_loss, has_auxiliary_loss
-from paceline.parallel.named_losses import (
+from paceline.parallel.loss.auxiliary_loss import AuxiliaryLoss, add_auxiliary_loss, has_auxiliary_loss
+from paceline.parallel.loss.named_losses import (
     NamedLosses,
     NamedLossSums,
     check_loss_weights,

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.reduced_buffers import list_names
+from paceline.parallel.data_parallel.reduced_buffers import list_names
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 PIECE = 2**20  # elements that are hashed at a time

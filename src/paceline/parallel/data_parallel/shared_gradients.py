@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.parallel.shared_exchange import default_group_name, find_exchange
+from paceline.distributed.shared_exchange import default_group_name, find_exchange
 
 WARM_UP_PASSES = 5  # of which times are not counted
 

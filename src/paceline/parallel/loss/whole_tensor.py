@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from paceline.data.fake import is_close, is_fake
 from paceline.errors import TaskError
-from paceline.parallel.batch_shares import BatchShares
+from paceline.parallel.loss.batch_shares import BatchShares
 
 # The first dim counts the samples; no dim does; the first dim does, but sizes of rows differ between ranks.
 TensorKind = Literal["samples", "shared", "ragged"]

@@ -34,7 +34,7 @@ def find_shard_units(model: nn.Module, tasks: Sequence[Task], batch: Batch, seed
     always entered as a whole. tasks: of the passes of a step. A model that reads values, and so cannot run
     here, is assumed to enter its blocks as a whole.
     """
-    from paceline.parallel.forward import call_model
+    from paceline.parallel.loss.forward import call_model
 
     running: dict[Slot, set[int]] = {}
     all_used = False
@@ -76,7 +76,7 @@ def _loss_reaches_all(task: Task, model: nn.Module, output: object, batch: Batch
 
     A pass may use parameters for outputs that the loss does not read, such as the pooler of an encoder.
     """
-    from paceline.parallel.forward import call_loss
+    from paceline.parallel.loss.forward import call_loss
 
     try:
         with UserCode("the loss without values", task.loss):

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.parallel.shared_gradients import share_gradients
+from paceline.parallel.data_parallel.shared_gradients import share_gradients
 
 
 def replicate(model: nn.Module, find_unused: bool = False) -> DistributedDataParallel:

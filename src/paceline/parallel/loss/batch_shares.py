@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.parallel.shared_exchange import default_group_name, find_exchange, is_whole_world
+from paceline.distributed.shared_exchange import default_group_name, find_exchange, is_whole_world
 from paceline.torch_compat import all_gather_single
 
 

@@ -23,9 +23,9 @@ from paceline.data.loader import Batch
 from paceline.distributed.dtensor import is_dtensor
 from paceline.distributed.rng import seed_torch
 from paceline.errors import PlanError, TaskError
-from paceline.parallel.batch_shares import BatchShares
-from paceline.parallel.forward import autocast, has_global_loss
-from paceline.parallel.whole_tensor import (
+from paceline.parallel.loss.batch_shares import BatchShares
+from paceline.parallel.loss.forward import autocast, has_global_loss
+from paceline.parallel.loss.whole_tensor import (
     BATCH,
     OUTPUT,
     GatheredTensor,

@@ -22,8 +22,8 @@ from torch import Tensor
 from paceline.data.fake import is_close, is_fake
 from paceline.data.loader import Batch
 from paceline.errors import PlanError, TaskError
-from paceline.parallel.batch_sums import Sums, SumsOfParts, read_sums
-from paceline.parallel.named_losses import (
+from paceline.parallel.loss.batch_sums import Sums, SumsOfParts, read_sums
+from paceline.parallel.loss.named_losses import (
     REPORTED,
     NamedLosses,
     NamedLossSums,
