@@ -27,7 +27,7 @@ from machine import description
 from paceline.data import Folder
 from paceline.data.loader import RankBatchSlice, Samples, batches, training_parts
 from paceline.data.order import SampleOrder
-from paceline.data.pack import pack
+from paceline.data.shards.pack import pack
 
 WORKERS, BATCH, CLASSES = 2, 256, 100
 Epoch = Callable[[], Iterable[Any]]

@@ -15,11 +15,11 @@ import pytest
 from command import clean_environment, paceline, succeed
 from image_files import write_images
 from paceline.data import Folder, Shards
-from paceline.data import pack as packing
-from paceline.data.pack import pack
-from paceline.data.shard_files import ShardFiles
-from paceline.data.source_files import find_sources, plan_shards
-from paceline.data.unpack import unpack
+from paceline.data.shards import pack as packing
+from paceline.data.shards.pack import pack
+from paceline.data.shards.shard_files import ShardFiles
+from paceline.data.shards.source_files import find_sources, plan_shards
+from paceline.data.shards.unpack import unpack
 from paceline.errors import DataError
 
 

@@ -20,9 +20,9 @@ from paceline.data import Folder, Shards, batch_memory
 from paceline.data.batch_memory import MIN_BYTES, SLOT_BYTES, BatchMemory, BytesWriter, load
 from paceline.data.batch_queue import BatchPickler, BatchReaders
 from paceline.data.loader import FailedSample, Samples, batches
-from paceline.data.pack import pack
-from paceline.data.read_ahead import BLOCK_BYTES, ReadAhead
-from paceline.data.shard_files import ShardFiles
+from paceline.data.shards.pack import pack
+from paceline.data.shards.read_ahead import BLOCK_BYTES, ReadAhead
+from paceline.data.shards.shard_files import ShardFiles
 from paceline.errors import DataError
 
 CPU = torch.device("cpu")
@@ -231,7 +231,7 @@ def test_what_is_asked_for_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(ahead.choose(files, offsets, files + 1)) == []
     more = np.array([0]), np.array([BLOCK_BYTES * 2 - 1]), np.array([1])
     assert list(ahead.choose(*more)) == [(0, BLOCK_BYTES, BLOCK_BYTES)]
-    monkeypatch.setattr("paceline.data.read_ahead.free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr("paceline.data.shards.read_ahead.free_memory_bytes", lambda: 1000)
     for _ in range(2):
         parts = [(0, 2 * BLOCK_BYTES, 1), (2, 5, 3), (0, 100, 1), (1, 0, 2), (0, 9, 1)]
         assert list(ReadAhead(sizes).choose(files, offsets, files + 1)) == parts

@@ -15,8 +15,8 @@ from PIL import Image
 
 from image_files import picture, write_images, write_tar
 from paceline.data import Folder, Shards
-from paceline.data.name_table import NameTable
-from paceline.data.shard_index import split_sample_name
+from paceline.data.shards.name_table import NameTable
+from paceline.data.shards.shard_index import split_sample_name
 from paceline.errors import DataError
 
 LONG = "x" * 120 + "/" + "ü" * 60 + ".txt"
@@ -166,7 +166,7 @@ def test_processes_read_the_same(method, shards):
 
 
 def test_more_shards_than_open_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.data.shard_files.MAX_OPEN_FILES", 2)
+    monkeypatch.setattr("paceline.data.shards.shard_files.MAX_OPEN_FILES", 2)
     for number in range(5):
         write_tar(tmp_path / f"{number}.tar", {f"{number}.txt": b"%d" % number})
     dataset = Shards(tmp_path)

@@ -13,8 +13,8 @@ import pytest
 
 from image_files import write_images, write_tar
 from paceline.data import Folder, Shards, Tokens
-from paceline.data.pack import pack
-from paceline.data.unpack import unpack
+from paceline.data.shards.pack import pack
+from paceline.data.shards.unpack import unpack
 from paceline.errors import DataError
 from paceline.tasks.imagefolder import ImageFolder
 

@@ -16,7 +16,7 @@ from paceline.cluster import directories, file
 from paceline.cluster.facts import Cluster, Device, Disk, Fact
 from paceline.cluster.machine import Quota
 from paceline.data.cache.sizes import SourceSize
-from paceline.data.pack import pack
+from paceline.data.shards.pack import pack
 from paceline.preflight.cache_check import CacheTimes
 from paceline.preflight.checks import CHECKS
 from paceline.preflight.context import PreflightContext

@@ -14,7 +14,7 @@ from image_files import write_images
 from paceline import Spec, TaskError
 from paceline.data import Folder
 from paceline.data.cache.sizes import find_sources
-from paceline.data.pack import pack
+from paceline.data.shards.pack import pack
 from paceline.errors import DataError
 from paceline.events import Step
 from paceline.spec import Optimizer

@@ -59,7 +59,7 @@ def pack(
 def _pack_files(sources: list[Path], out: Path, shard_size: str, workers: int | None) -> None:
     from paceline.cli.progress import count_progress
     from paceline.cluster.limits import usable_cores
-    from paceline.data.pack import pack as pack_files
+    from paceline.data.shards.pack import pack as pack_files
     from paceline.units import format_bytes, format_seconds, several
 
     size = _parse_size(shard_size)

@@ -12,7 +12,7 @@ def unpack(
 ) -> None:
     """Restore the files of shards: names, contents and permissions, bit for bit."""
     from paceline.cli.progress import count_progress
-    from paceline.data.unpack import unpack as unpack_files
+    from paceline.data.shards.unpack import unpack as unpack_files
     from paceline.units import format_bytes, format_seconds, several
 
     with count_progress("unpacking files") as on_progress:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.data.folder import Folder as Folder
     from paceline.data.images import decode_image as decode_image
     from paceline.data.mixture import Mixture as Mixture
-    from paceline.data.shards import Shards as Shards
+    from paceline.data.shards.shards import Shards as Shards
     from paceline.data.stream import Stream as Stream
     from paceline.data.tokens import TokenDocuments as TokenDocuments
     from paceline.data.tokens import Tokens as Tokens
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "Folder": "folder",
     "Mixture": "mixture",
-    "Shards": "shards",
+    "Shards": "shards.shards",
     "Stream": "stream",
     "TokenDocuments": "tokens",
     "Tokens": "tokens",

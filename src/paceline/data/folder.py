@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.data.images import SUFFIXES, decode_image
-from paceline.data.name_table import NameTable
-from paceline.data.shard_files import ShardFiles
-from paceline.data.shard_index import INDEX, UNFINISHED
+from paceline.data.shards.name_table import NameTable
+from paceline.data.shards.shard_files import ShardFiles
+from paceline.data.shards.shard_index import INDEX, UNFINISHED
 from paceline.errors import DataError
 from paceline.files import reason
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.pack import TEMPORARY, owned_folder
+from paceline.data.shards.pack import TEMPORARY, owned_folder
 from paceline.data.token_files import DOCUMENTS, FORMAT, META, TOKENIZER, TOKENS, count_tokens
 from paceline.errors import DataError
 from paceline.files import reason, replaced, write_whole

@@ -13,8 +13,8 @@ from paceline.data.cache.encoding import encode
 from paceline.data.cache.raw import find_raw
 from paceline.data.folder import Folder, FolderFiles
 from paceline.data.mixture import Mixture
-from paceline.data.shard_files import ShardFiles
-from paceline.data.shards import Shards
+from paceline.data.shards.shard_files import ShardFiles
+from paceline.data.shards.shards import Shards
 from paceline.data.tokens import TokenDocuments, Tokens
 
 NUM_PROBED = 32  # files or samples whose size is read, to estimate that of all

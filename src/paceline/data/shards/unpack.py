@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.data.shard_files import CHUNK_BYTES, ShardFiles
+from paceline.data.shards.shard_files import CHUNK_BYTES, ShardFiles
 from paceline.errors import DataError
 from paceline.files import reason
 from paceline.units import format_bytes

@@ -14,9 +14,9 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.name_table import NameTable
-from paceline.data.read_ahead import ReadAhead, ask
-from paceline.data.shard_index import INDEX, UNFINISHED, FileRows, Shard, ShardIndex, write_index
+from paceline.data.shards.name_table import NameTable
+from paceline.data.shards.read_ahead import ReadAhead, ask
+from paceline.data.shards.shard_index import INDEX, UNFINISHED, FileRows, Shard, ShardIndex, write_index
 from paceline.errors import DataError
 from paceline.files import find_cache_folder, reason
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.name_table import Array, NameTable
+from paceline.data.shards.name_table import Array, NameTable
 from paceline.errors import DataError
 from paceline.files import open_regular, reason, replaced
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.shard_files import ShardFiles
-from paceline.data.shard_index import split_sample_name
+from paceline.data.shards.shard_files import ShardFiles
+from paceline.data.shards.shard_index import split_sample_name
 from paceline.errors import DataError
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from paceline.data.shard_files import CHUNK_BYTES, index_shard
-from paceline.data.shard_index import INDEX, UNFINISHED, FileRows, Shard, ShardIndex, write_index
-from paceline.data.source_files import BLOCK_BYTES, PlannedShard, SourceFile, find_sources, plan_shards
+from paceline.data.shards.shard_files import CHUNK_BYTES, index_shard
+from paceline.data.shards.shard_index import INDEX, UNFINISHED, FileRows, Shard, ShardIndex, write_index
+from paceline.data.shards.source_files import BLOCK_BYTES, PlannedShard, SourceFile, find_sources, plan_shards
 from paceline.data.workers import ForkedReaders
 from paceline.errors import DataError
 from paceline.files import reason

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.data.shard_index import split_sample_name
+from paceline.data.shards.shard_index import split_sample_name
 from paceline.errors import DataError
 from paceline.files import KINDS, reason
 

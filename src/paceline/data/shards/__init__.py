@@ -1,0 +1,1 @@
+"""Many small files in few tar shards with an index: pack, read and restore them."""
