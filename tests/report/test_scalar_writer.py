@@ -13,11 +13,11 @@ import pytest
 from command import succeed
 from paceline.events import Evaluated, Step
 from paceline.report.progress import _write_scalars
-from paceline.report.record_format import crc32c, encode_record
+from paceline.report.tensorboard.record_format import crc32c, encode_record
 from paceline.run import RunFolder
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-ScalarWriter = pytest.importorskip("paceline.report.scalar_writer").ScalarWriter
+ScalarWriter = pytest.importorskip("paceline.report.tensorboard.scalar_writer").ScalarWriter
 
 
 @contextmanager

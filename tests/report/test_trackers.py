@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report.scalar_writer import ScalarWriter
+from paceline.report.tensorboard.scalar_writer import ScalarWriter
 from pages import read_blocks
 from run_lines import folder, started, step
 

@@ -28,7 +28,7 @@ from paceline.run import RunFolder
 
 if TYPE_CHECKING:
     from paceline.report.mlflow_process import MlflowProcess
-    from paceline.report.scalar_writer import ScalarWriter
+    from paceline.report.tensorboard.scalar_writer import ScalarWriter
 
 Show = Callable[[Event], None]
 LINES_S = 1.0  # minimum interval between lines of steps
@@ -226,7 +226,7 @@ def _write_scalars(run: RunFolder) -> Iterator[Show]:
         ):
             return
         if writer is None:  # imported late: the first step does not wait for it
-            from paceline.report.scalar_writer import ScalarWriter
+            from paceline.report.tensorboard.scalar_writer import ScalarWriter
 
             try:
                 writer = ScalarWriter(run.tensorboard)

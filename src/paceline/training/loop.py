@@ -385,7 +385,7 @@ class TrainingLoop:
         run = self.context.run
         if not self.spec.graph or self.first or run is None or self.world.rank:
             return
-        from paceline.report.scalar_writer import ScalarWriter
+        from paceline.report.tensorboard.scalar_writer import ScalarWriter
         from paceline.training.model_facts.model_graph import build_model_graph
 
         try:

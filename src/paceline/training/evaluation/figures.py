@@ -83,7 +83,7 @@ class FigureWriter:
             with contextlib.suppress(OSError, RunError):  # the disk is full; the run continues
                 _write_png(run, name, step, png)
         if figures and self._writer is None and importlib.util.find_spec("tensorboard") is not None:
-            from paceline.report.scalar_writer import ScalarWriter
+            from paceline.report.tensorboard.scalar_writer import ScalarWriter
 
             with contextlib.suppress(OSError):
                 self._writer = ScalarWriter(run.tensorboard / FOLDER)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.report.histogram import Histogram
+from paceline.report.tensorboard.histogram import Histogram
 from paceline.training.histograms.bins import NUM_BINS, UPPER_ENDS, bin_finder
 
 CHUNK = 2**20  # elements that are sorted into bins at a time

@@ -187,7 +187,7 @@ class HistogramRecorder:
         return [(parameter, names[id(parameter)]) for step in steps for parameter in step.norm.counted]
 
     def _write(self, histograms: Any, step: int, wall_time: float) -> None:
-        from paceline.report.scalar_writer import ScalarWriter
+        from paceline.report.tensorboard.scalar_writer import ScalarWriter
 
         assert self.context.run is not None
         if self._writer is None:

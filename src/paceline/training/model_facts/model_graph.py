@@ -12,7 +12,7 @@ from paceline.data.fake import example_batch, fake_parameters
 from paceline.distributed.rng import seeded_rngs
 from paceline.parallel.loss.forward import forward
 from paceline.plan.plan import Plan
-from paceline.report.graph_node import GraphNode
+from paceline.report.tensorboard.graph_node import GraphNode
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.model_facts.model_analysis import build_meta_model

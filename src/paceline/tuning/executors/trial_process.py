@@ -76,7 +76,7 @@ def _import_late_modules() -> None:
     for name in IMPORTED_LATE:
         importlib.import_module(name)
     if importlib.util.find_spec("tensorboard") is not None:
-        importlib.import_module("paceline.report.scalar_writer")
+        importlib.import_module("paceline.report.tensorboard.scalar_writer")
 
 
 def _predict(spec: str, launch: str, ranks: int, caller: int) -> int:

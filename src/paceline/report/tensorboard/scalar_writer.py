@@ -19,9 +19,9 @@ from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
 
 from paceline.files import append_whole
 from paceline.plotting.png import read_size
-from paceline.report.graph_node import GraphNode
-from paceline.report.histogram import Histogram
-from paceline.report.record_format import encode_record
+from paceline.report.tensorboard.graph_node import GraphNode
+from paceline.report.tensorboard.histogram import Histogram
+from paceline.report.tensorboard.record_format import encode_record
 
 _numbers = itertools.count()
 

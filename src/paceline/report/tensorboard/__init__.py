@@ -1,0 +1,1 @@
+"""Files for TensorBoard: scalars, histograms, images and graphs."""
