@@ -19,9 +19,9 @@ from command import PACELINE, TORCHRUN, paceline, start, succeed
 from mounts import mount_tmpfs
 from paceline.launch.foreign_command import rank_of
 from paceline.monitor.columns import throttle_reasons
+from paceline.monitor.gpus.nvidia_smi import known_fields
+from paceline.monitor.gpus.nvidia_smi_writer import HEADER, NvidiaSmiWriter
 from paceline.monitor.hang import HangDetector
-from paceline.monitor.nvidia_smi import known_fields
-from paceline.monitor.nvidia_smi_writer import HEADER, NvidiaSmiWriter
 from paceline.monitor.sample_writer import lock_to_append
 from paceline.monitor.samples import read_samples
 from paceline.monitor.step_pattern import StepClock

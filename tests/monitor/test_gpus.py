@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.monitor import nvml
-from paceline.monitor.amd import AmdSensor
 from paceline.monitor.columns import COLUMNS, kind_of, throttle_reasons
-from paceline.monitor.nvml import NvmlSensor, find_visible_devices
+from paceline.monitor.gpus import nvml
+from paceline.monitor.gpus.amd import AmdSensor
+from paceline.monitor.gpus.nvml import NvmlSensor, find_visible_devices
 from paceline.monitor.processes import process_birth
 from paceline.monitor.sample_writer import file_name_of
 from paceline.monitor.sampler_process import SamplerProcess

@@ -112,7 +112,7 @@ def _choose_file(csv: Path | None) -> Iterator[Path]:
 def _open_writer(path: Path, format: str, sampler: "Sampler") -> "Writer":
     """Return the writer of a format. Raises ClusterError if the machine has nothing to write in it."""
     from paceline.errors import ClusterError
-    from paceline.monitor.nvidia_smi_writer import HEADER, NvidiaSmiWriter
+    from paceline.monitor.gpus.nvidia_smi_writer import HEADER, NvidiaSmiWriter
     from paceline.monitor.sample_writer import SampleWriter, lock_to_append
     from paceline.monitor.sections import FIRST_LINE
 

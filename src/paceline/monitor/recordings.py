@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from paceline.monitor.columns import unit_of
-from paceline.monitor.nvidia_smi import GpuLineParser, parse_header
+from paceline.monitor.gpus.nvidia_smi import GpuLineParser, parse_header
 from paceline.monitor.table import NAN, FilePosition, SampleBuilder
 from paceline.units import without_controls
 

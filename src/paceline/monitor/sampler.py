@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.limits import affinity
-from paceline.monitor.amd import AmdSensor
+from paceline.monitor.gpus.amd import AmdSensor
+from paceline.monitor.gpus.nvidia_smi_writer import NvidiaSmiWriter
+from paceline.monitor.gpus.nvml import NvmlSensor
 from paceline.monitor.node import (
     CpuEnergySensor,
     CpuSensor,
@@ -18,8 +20,6 @@ from paceline.monitor.node import (
     MemorySensor,
     NetworkSensor,
 )
-from paceline.monitor.nvidia_smi_writer import NvidiaSmiWriter
-from paceline.monitor.nvml import NvmlSensor
 from paceline.monitor.processes import RankSensor
 from paceline.monitor.sample_writer import SampleWriter
 from paceline.monitor.sections import CLOCK

@@ -21,7 +21,7 @@ from typing import IO
 
 from paceline.errors import RunError
 from paceline.files import open_regular, reason
-from paceline.monitor.nvidia_smi import known_fields, parse_header
+from paceline.monitor.gpus.nvidia_smi import known_fields, parse_header
 from paceline.monitor.recordings import decode, read_recording
 from paceline.monitor.sections import is_own, read_sections
 from paceline.monitor.table import FilePosition, SampleBuilder, SampleTable

@@ -1,0 +1,1 @@
+"""Sensors of GPUs: NVML, AMD's driver, and lines of nvidia-smi."""
