@@ -24,13 +24,12 @@ def read_task_facts(
     spec, _ = read_request(target, {"batch": batch, "precision": precision}, set)
     task = load_task(spec.task, spec.set)
     if on is not None:
+        from paceline.bench.device import choose_bench_device
         from paceline.bench.measured_facts import measure
-        from paceline.cli.bench.single import device_for
         from paceline.plan.cost_model.defaults import add_assumptions
 
-        facts = measure(
-            spec, task, add_assumptions(on)[0], device_for("cpu" if on.device.kind == "cpu" else None)
-        )
+        device = choose_bench_device("cpu" if on.device.kind == "cpu" else None)
+        facts = measure(spec, task, add_assumptions(on)[0], device)
     else:
         from paceline.training.model_facts.describe import describe
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from paceline.cli.bench.options import INTERRUPTED, make_console
-from paceline.cli.bench.single import device_for, with_progress
+from paceline.cli.bench.single import with_progress
 from paceline.errors import BenchError, ClusterError, Error, TaskError
 from paceline.units import several
 
@@ -137,8 +137,10 @@ def _prepare_benches(
             raise
         loaded = None
         notes.append(f"bench data is left out: {error}; specify your own task with --task my.py:Class")
-    device_used = device_for(device)
     from paceline.bench.collectives import backends
+    from paceline.bench.device import choose_bench_device
+
+    device_used = choose_bench_device(device)
 
     count = ranks or (backends.default_ranks() if device_used.type == "cuda" else 2)
     benches: dict[str, Measure] = {

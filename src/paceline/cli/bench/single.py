@@ -20,7 +20,6 @@ from paceline.cli.request_options import Target
 from paceline.errors import BenchError
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
     from paceline.bench.collect import CollectedResult
@@ -67,9 +66,10 @@ def compute(
     )
     loaded = load_task(spec.task, spec.set) if spec is not None else None
     from paceline.bench import suites
+    from paceline.bench.device import choose_bench_device
     from paceline.bench.report.compute import draw, show
 
-    device_used = device_for(device)
+    device_used = choose_bench_device(device)
     collected = with_progress(lambda watch: suites.run_compute(device_used, seconds, spec, loaded, watch))
     finish(collected, json, plot, show, draw)
 
@@ -85,9 +85,10 @@ def overlap(
     """Measure the overlap of computation with copies to and from a GPU and with a collective."""
     begin("overlap", compare, json, plot)
     from paceline.bench import suites
+    from paceline.bench.device import choose_bench_device
     from paceline.bench.report.overlap import draw, show
 
-    device_used = device_for(device)
+    device_used = choose_bench_device(device)
     collected = with_progress(lambda watch: suites.run_overlap(device_used, ranks, seconds, watch))
     finish(collected, json, plot, show, draw)
 
@@ -122,11 +123,12 @@ def hierarchy(
     """Measure the levels of memory and network: caches, memory, messages, disk and GPUs, in one table."""
     begin("hierarchy", None, json, plot)
     from paceline.bench import suites
+    from paceline.bench.device import choose_bench_device
     from paceline.bench.report.hierarchy import draw, show
     from paceline.bench.storage.suite import check_directories
 
     [checked] = check_directories([directory])
-    device_used = device_for(device)
+    device_used = choose_bench_device(device)
     collected = with_progress(lambda watch: suites.run_hierarchy(device_used, checked, seconds, watch))
     finish(collected, json, plot, show, draw)
 
@@ -187,9 +189,10 @@ def data(
     counts, prefetches = parse_counts("--workers", workers, 0), parse_counts("--prefetch", prefetch, 1)
     from paceline.bench import suites
     from paceline.bench.data_loading import default_worker_counts, loader_settings
+    from paceline.bench.device import choose_bench_device
     from paceline.bench.report.data import draw, show
 
-    device_used = device_for(device)
+    device_used = choose_bench_device(device)
     settings = loader_settings(counts or default_worker_counts(), prefetches or [2])
     collected = with_progress(
         lambda watch: suites.run_data(spec, task, device_used, seconds, settings, watch)
@@ -206,22 +209,6 @@ def parse_counts(flag: str, text: str | None, minimum: int) -> list[int]:
     if not all(is_whole_number(word.strip()) and int(word) >= minimum for word in words):
         raise SpecError(f"{flag} must be a list of numbers of at least {minimum}, e.g. 1,2,4; got {text!r}")
     return list(dict.fromkeys(int(word) for word in words))
-
-
-def device_for(name: str | None) -> "torch.device":
-    """Return the device to measure, and use all cores if it is the CPU. Raises SpecError or LaunchError."""
-    from paceline.errors import SpecError
-
-    if name not in (None, "cpu", "cuda"):
-        raise SpecError(f"--device must be cpu or cuda, got {name!r}")
-    import torch
-
-    from paceline.cluster.limits import usable_cores
-    from paceline.distributed.process_group import choose_device
-    from paceline.distributed.world import World
-
-    torch.set_num_threads(usable_cores())
-    return choose_device(World(), name)
 
 
 def with_progress(measure: "Callable[[Watch], CollectedResult]") -> "CollectedResult":
