@@ -13,7 +13,7 @@ from typing import Any
 
 import paceline
 from paceline import cli, events
-from paceline.cli import keys
+from paceline.cli.options import keys
 from paceline.doctor.heartbeat import Heartbeat
 from paceline.training.checkpoint.save import Index
 

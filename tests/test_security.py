@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 import paceline as paceline_package
 from command import paceline, set_sample_delay, start, succeed, write_task
-from paceline.cli.request_options import parse_nodes
+from paceline.cli.options.request_options import parse_nodes
 from paceline.distributed import network_interface
 from paceline.distributed.hostlist import expand_hosts
 from paceline.distributed.network_interface import use_loopback

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline import spec as specs
-from paceline.cli.keys import type_name
+from paceline.cli.options.keys import type_name
 from paceline.errors import SpecError
 from paceline.optimizer_options import OPTIMIZERS
 from paceline.spec import (

@@ -32,7 +32,7 @@ from paceline.bench.collectives.request import DTYPES, KEYS, CollectiveRequest, 
 from paceline.bench.result import Result as ResultFile
 from paceline.bench.result import read, write
 from paceline.bench.timer import Clock
-from paceline.cli.bench import collectives
+from paceline.cli.measure.bench import collectives
 from paceline.distributed.world import World, read_world
 from paceline.errors import BenchError, Error, PlanError
 

@@ -30,7 +30,7 @@ from paceline.bench.collectives.request import (
 )
 from paceline.bench.collectives.workers import run_all_workers
 from paceline.bench.result import read
-from paceline.cli.bench import collectives
+from paceline.cli.measure.bench import collectives
 from paceline.distributed.world import read_world
 from paceline.errors import BenchError, Error
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from command import TASK, clean_environment, find_marked_processes, paceline, start, write_task
-from paceline.cli.drill import _prepare
+from paceline.cli.operate.drill import _prepare
 from paceline.drill import sample_audit
 from paceline.drill.clock import ALL, install_clock, set_clock
 from paceline.drill.compare import find_loss_difference, find_weight_difference

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from command import TASK, paceline, set_sample_delay, succeed, write_task
-from paceline.cli.doctor import _add_free_space
+from paceline.cli.inspect.doctor import _add_free_space
 from paceline.cluster.directories import list_mounts
 from paceline.inspect import find
 from paceline.inspect.conclude import conclude

@@ -602,7 +602,7 @@ def test_slurm_commands_do_not_import_torch(words, tmp_path):
     write_task(tmp_path)
     succeed("train", "my.py:Regression", "--steps", "1", "--device", "cpu", "--run-dir", "r", at=tmp_path)
     _, imported = run_and_list_imports(*words, at=tmp_path)
-    assert f"paceline.cli.{words[0]}" in imported
+    assert f"paceline.cli.operate.{words[0]}" in imported
     assert not {name for name in imported if name.partition(".")[0] in ("torch", "numpy", "tensorboard")}
 
 

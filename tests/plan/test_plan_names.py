@@ -5,7 +5,7 @@ import re
 import pytest
 from rich.console import Console
 
-from paceline.cli.plan_options import print_parts
+from paceline.cli.options.plan_options import print_parts
 from paceline.cluster.published import find
 from paceline.plan.model.library import load_model
 from paceline.plan.plan import parse

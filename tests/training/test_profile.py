@@ -20,7 +20,7 @@ from paceline import Spec, events, train
 from paceline.after_step import Ema, StepOperation
 from paceline.bench.result import Result
 from paceline.bench.to_cluster import update_cluster
-from paceline.cli.profile import profile as command
+from paceline.cli.inspect.profile import profile as command
 from paceline.cluster import file
 from paceline.cluster.facts import CalibrationRecord, Cluster, Device, Fact
 from paceline.distributed.world import World

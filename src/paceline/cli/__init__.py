@@ -1,4 +1,7 @@
-"""The command line: one short module per command, which parses options, calls the package and prints."""
+"""The command line: one short module per command, which parses options, calls the package and prints.
+
+The module of a command is in the folder of its panel on the help page. What commands share is in `options`.
+"""
 
 import errno
 import functools
@@ -82,14 +85,11 @@ PANELS = {
 }
 COMMANDS = {name: sentence for commands in PANELS.values() for name, sentence in commands.items()}
 HIDDEN = tuple(PANELS["Internal"])  # commands that only Paceline starts
-# modules whose name differs from that of their command
+# the module of each command below this package: PANEL.COMMAND, or a file in a package of that name
 MODULES = {
-    "bench": "bench.app",
-    "batch-size": "batch_size",
-    "import-config": "import_config",
-    "tune": "tune.command",
+    name: f"{panel.lower()}.{name.replace('-', '_')}" for panel, names in PANELS.items() for name in names
 }
-MODULES |= {name: f"internal.{name}" for name in HIDDEN}
+MODULES |= {"bench": "measure.bench.app", "tune": "train.tune.command"}
 
 
 def _check_repeated_options(command: Any, context: Any, args: list[str]) -> None:
@@ -158,11 +158,11 @@ class _Group(TyperGroup):
 @functools.cache
 def load(name: str) -> Any:
     """Return a command with its options, a subclass of click's Command. Imports the module of the command."""
-    module = import_module(f"paceline.cli.{MODULES.get(name, name)}")
+    module = import_module(f"paceline.cli.{MODULES[name]}")
     parent = typer.Typer(rich_markup_mode="rich")
     parent.callback()(lambda: None)
     if name == "bench":
-        from paceline.cli.bench import collectives, single
+        from paceline.cli.measure.bench import collectives, single
 
         module.app.command("collectives", cls=_Command)(collectives.collectives)
         for command in (

@@ -25,7 +25,7 @@ def agent(run: Path, note: Annotated[str | None, typer.Option("--join")] = None)
     # set before torch is imported: Paceline reports errors of the store in one sentence
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from paceline.cli.internal.rank import claim_first_failure
-    from paceline.cli.resume import find_final_step
+    from paceline.cli.train.resume import find_final_step
     from paceline.distributed.world import read_world
     from paceline.run import open_run
 

@@ -69,7 +69,7 @@ def _train_reporting_once(folder: RunFolder, me: World) -> None:
 
     If several ranks fail, the first reports its error, and the others write theirs to their logs.
     """
-    from paceline.cli.resume import resume_run
+    from paceline.cli.train.resume import resume_run
 
     try:
         resume_run(folder, {}, me, is_restart=True)

@@ -1,0 +1,1 @@
+"""The commands of the panel Measure: facts and speeds of a machine."""

@@ -1,0 +1,1 @@
+"""The commands of the panel Operate: queues, run folders and faults."""

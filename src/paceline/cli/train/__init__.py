@@ -1,0 +1,1 @@
+"""The commands of the panel Train: a training, its continuation, and what follows from its checkpoints."""
