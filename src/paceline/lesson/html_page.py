@@ -1,13 +1,13 @@
 """A lesson as one HTML file that needs no network, with its code highlighted and its pictures inside."""
 
 import base64
-import hashlib
 import re
 from collections.abc import Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
 
+from paceline.inspect.report.html_head import build_head, read_asset
 from paceline.lesson.blocks import (
     Block,
     LessonClaim,
@@ -28,8 +28,6 @@ def _read_style() -> str:
     """Return the style sheet: that of reports, that of lessons, and the colours of code."""
     from pygments.formatters import HtmlFormatter
 
-    from paceline.inspect.report.page import read_asset
-
     report = read_asset("report.css")
     own = files("paceline.lesson").joinpath("lesson.css").read_text(encoding="utf-8")
     light, dark = (
@@ -45,20 +43,8 @@ def _read_style() -> str:
 
 def build_page(title: str, subtitle: str, blocks: Sequence[Block]) -> str:
     """Return a lesson as HTML. Texts are escaped, and the page may neither load anything nor run scripts."""
-    style = _read_style()
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
-    )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)} – Paceline lesson</title>
-<style>{style}</style>
-</head>
+    head = build_head(f"{title} – Paceline lesson", _read_style(), has_images=True)
+    return f"""{head}
 <body class="lesson">
 <header>
 <h1>{escape(title)}</h1>

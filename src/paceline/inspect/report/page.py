@@ -1,17 +1,9 @@
-"""The page of a report: one HTML file that needs no network.
+"""The page of a report: one HTML file that needs no network. All names and texts are escaped."""
 
-All names and texts are escaped. The Content-Security-Policy permits only the script and the style sheet of
-this package, by their digests, so that markup in a name could not run or load anything.
-"""
-
-import base64
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from functools import cache
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 from paceline.inspect.report.figures import (
@@ -21,6 +13,7 @@ from paceline.inspect.report.figures import (
     list_machine_figures,
     list_zero_samples,
 )
+from paceline.inspect.report.html_head import build_head, read_asset
 from paceline.inspect.report.images import RunImage, build_images
 from paceline.inspect.report.run_record import Record
 from paceline.inspect.report.sections import (
@@ -33,17 +26,6 @@ from paceline.inspect.report.sections import (
     build_summary,
 )
 from paceline.inspect.report.svg import NUM_COLOURS, draw_lines
-
-
-@cache
-def read_asset(name: str) -> str:
-    """Return the text of a file of this package, such as report.css."""
-    return files("paceline.inspect.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def digest(text: str) -> str:
-    """Return the digest by which a Content-Security-Policy permits a script or a style sheet."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def build_page(
@@ -59,11 +41,6 @@ def build_page(
     text."""
     drawn = build_images(records, images)
     style, script = read_asset("report.css"), read_asset("report.js")
-    policy = (
-        f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; "
-        + ("img-src data:; " if drawn else "")
-        + "base-uri 'none'; form-action 'none'"
-    )
     curves, machine = list_curve_figures(records), list_machine_figures(records)
     names = ", ".join(record["label"] for record in records)
     title = f"{names if len(names) < 80 else names[:79] + '…'} – Paceline"
@@ -83,16 +60,8 @@ def build_page(
         f'<section id="{name}"><h2>{heading}</h2>\n{content}</section>'
         for name, (heading, content) in shown.items()
     )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<title>{escape(title)}</title>
-<style>{style}</style>
-</head>
+    head = build_head(title, style, script, has_images=bool(drawn))
+    return f"""{head}
 <body>
 <header>
 <h1>{escape(_describe(records))}</h1>

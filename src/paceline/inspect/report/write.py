@@ -13,8 +13,9 @@ from paceline.inspect.find import find
 from paceline.inspect.finding import Findings
 from paceline.inspect.read_facts import read_facts
 from paceline.inspect.report.figures import list_bar_figures, list_curve_figures, list_machine_figures
+from paceline.inspect.report.html_head import read_asset
 from paceline.inspect.report.images import read_images
-from paceline.inspect.report.page import build_page, read_asset
+from paceline.inspect.report.page import build_page
 from paceline.inspect.report.run_record import Record, build_record, find_differences, read_request_text
 from paceline.inspect.report.svg import draw_bars, draw_lines
 from paceline.report.profile import PredictionReport

@@ -1,6 +1,6 @@
 """The page of a study: one HTML file that needs no network, with the figures of `paceline report` for runs.
 
-All texts are escaped, and the Content-Security-Policy permits only the style sheet of reports, by its digest.
+All texts are escaped.
 """
 
 import time
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from paceline.inspect.report.figures import BarFigure, Figure, Line
-from paceline.inspect.report.page import digest, read_asset
+from paceline.inspect.report.html_head import build_head, read_asset
 from paceline.inspect.report.sections import build_table
 from paceline.inspect.report.svg import draw_bars, draw_lines
 from paceline.tuning.definition import StudyDefinition
@@ -40,22 +40,12 @@ def build_study_page(folder: StudyFolder, definition: StudyDefinition, state: St
     body = "\n".join(
         f"<section><h2>{name}</h2>\n{content}</section>" for name, content in sections.items() if content
     )
-    style = read_asset("report.css")
-    policy = f"default-src 'none'; style-src '{digest(style)}'; base-uri 'none'; form-action 'none'"
     title = f"study {folder.path.resolve().name}"
     search = definition.search
     about = f"{', '.join(map(str, goals))}; sampler {search.sampler}, scheduler {search.scheduler}"
     written = time.strftime("written %Y-%m-%d %H:%M:%S UTC by Paceline ", time.gmtime()) + __version__
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<title>{escape(title)} – Paceline</title>
-<style>{style}</style>
-</head>
+    head = build_head(f"{title} – Paceline", read_asset("report.css"))
+    return f"""{head}
 <body>
 <header>
 <h1>{escape(title)}: {escape(count_states(state))}</h1>
