@@ -8,7 +8,8 @@ from typing import Annotated
 
 from typer import Option
 
-from paceline.cli.options.request_options import RANKS, TrainingRequest, with_request_options
+from paceline.cli.options.option_types import RANKS
+from paceline.cli.options.request_options import TrainingRequest, with_request_options
 from paceline.distributed.world import World, read_world
 from paceline.errors import Error, LaunchError, SpecError
 from paceline.spec import Launch, Spec

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options.request_options import OPTIMIZER_HELP
+from paceline.cli.options.option_types import OPTIMIZER_HELP
 
 Option = typer.Option
 SEARCH, TRIALS = "Search", "Trials"
