@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from paceline import events
 from paceline.errors import RunError
+from paceline.events import reader
 from paceline.report import curve_cache, curves, event_log
 from paceline.report import history as step_history
 from paceline.report.run_view import RunView, view
@@ -307,7 +307,7 @@ def test_old_copies_are_deleted(copied, monkeypatch, tmp_path):
 
 def test_memory_does_not_grow_with_the_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(curves, "MAX_BUCKETS", 256)
-    monkeypatch.setattr(events, "BLOCK_BYTES", 2**14)
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 2**14)
     monkeypatch.setattr(step_history, "MAX_POINTS", 256)  # of the summary
     draw = random.Random(1)
     run = folder(tmp_path / "r", [started(0, 0.0), *(step(n, n, draw) for n in range(1, 20_001))])

@@ -28,7 +28,9 @@ from paceline.events import (
     Started,
     Step,
     dumps,
+    from_end,
 )
+from paceline.events import reader as events_reader
 from paceline.launch.failure_cause import read_failures
 from paceline.report import history as report_history
 from paceline.report.run_view import EarlierEvents, RunView, glance, view
@@ -385,8 +387,10 @@ def test_a_file_that_was_replaced_is_read_again(tmp_path):
 def test_reading_from_the_end_and_from_the_start_gives_the_same_result(seed, tmp_path, monkeypatch):
     """Blocks have a few bytes, so that lines cross the boundaries of blocks at any position."""
     draw = random.Random(seed)
-    monkeypatch.setattr(events, "BLOCK_BYTES", draw.choice([1, 7, 64, 300, 5000]))
-    monkeypatch.setattr(events, "MAX_LINE_BYTES", 800)
+    block_bytes = draw.choice([1, 7, 64, 300, 5000])
+    for module in (events_reader, from_end):
+        monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(module, "MAX_LINE_BYTES", 800)
     happened = history(draw, 30, 3)
     lines = [dumps(event).encode() for event in happened]
     long = [
@@ -440,7 +444,7 @@ def long_run(tmp_path_factory) -> tuple[RunFolder, list[Event]]:
 @pytest.fixture
 def small_limits(monkeypatch):
     """Limits for a run that is ten times as long."""
-    monkeypatch.setattr(events, "MAX_PARSED_BYTES", 2**20)
+    monkeypatch.setattr(events_reader, "MAX_PARSED_BYTES", 2**20)
     monkeypatch.setattr(report_history, "MAX_POINTS", 2**11)
 
 

@@ -8,16 +8,8 @@ from itertools import accumulate, pairwise
 from operator import add, itemgetter, le
 from typing import Any
 
-from paceline.events import (
-    MAX_TIME,
-    Event,
-    EventReader,
-    Started,
-    Step,
-    is_all_steps,
-    is_step,
-    split_at_others,
-)
+from paceline.events import MAX_TIME, Event, EventReader, Started, Step
+from paceline.events.lines import is_all_steps, is_step, split_at_others
 from paceline.units import without_controls
 
 QUANTITIES = ("loss", "grad_norm", "lr", "step_s", "data_s", "samples_per_s")
