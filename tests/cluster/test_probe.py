@@ -305,11 +305,11 @@ def test_rdma_devices(tmp_path):
     found = network.list_rdma(tmp_path)
     assert [(row.name, row.kind, row.up, row.Mbps) for row in found] == [
         ("bnxt_re0", "roce", True, 25_000),
-        ("mlx5_2", "infiniband", False, 100_000),
+        ("mlx5_2", "infiniband", False, None),  # without a link, the rate is not that of the port
         ("mlx5_10", "infiniband", True, 400_000),
     ]
     assert (found[2].numa, found[2].ports) == (1, "ib0")
-    assert [row.generation for row in found] == [None, "4X EDR", "4X NDR"]
+    assert [row.generation for row in found] == [None, None, "4X NDR"]
     assert "infiniband 4X NDR" in text_of(machine(interfaces=found))
     assert network.list_rdma(tmp_path / "nowhere") == ()
 
@@ -563,8 +563,16 @@ def test_list_usual_directories(tmp_path):
     found = list_usual(env, tmp_path)
     assert found[tmp_path] == ("HOME", "STORE")
     assert found[tmp_path / "scratch"] == ("SCRATCH",)
-    assert tmp_path / "gone" not in found
     assert Path("here") not in found
+
+
+def test_usual_directories_that_do_not_exist_are_left_out(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for name, value in {"HOME": tmp_path, "WORK": tmp_path / "gone", "DATA": tmp_path / "file"}.items():
+        monkeypatch.setenv(name, str(value))
+    found = [row.path for row in probe().directories]
+    assert str(tmp_path) in found
+    assert not {str(tmp_path / "gone"), str(tmp_path / "file")} & {*found}
 
 
 def test_examine_a_directory(tmp_path):

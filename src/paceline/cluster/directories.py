@@ -1,6 +1,6 @@
 """Directories: the file system of each, its free space and its quota."""
 
-import getpass
+import errno
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,8 @@ import psutil
 from paceline.cluster.machine import Directory, Quota
 from paceline.cluster.quota import find_quota, parse
 from paceline.cluster.run_tool import run
-from paceline.units import format_bytes
+from paceline.errors import ClusterError
+from paceline.units import format_bytes, is_whole_number
 
 # Environment variables with which sites name the directories of a user.
 NAMES = (
@@ -41,9 +42,10 @@ class Mount(NamedTuple):
 
 
 def list_usual(env: Mapping[str, str], folder: Path) -> dict[Path, tuple[str, ...]]:
-    """Return the existing directories in which people keep data, each with the variables that name it.
+    """Return the directories in which people keep data, each with the variables that name it.
 
-    env: the environment. folder: the working directory, which is included.
+    env: the environment. folder: the working directory, which is included. They may not exist: a file server
+    that does not answer would block the question.
     """
     names_by_path: dict[Path, tuple[str, ...]] = {}
     for name in NAMES:
@@ -51,7 +53,7 @@ def list_usual(env: Mapping[str, str], folder: Path) -> dict[Path, tuple[str, ..
             names_by_path[Path(value)] = (*names_by_path.get(Path(value), ()), name)
     for path in (folder, *map(Path, ALWAYS)):
         names_by_path.setdefault(path, ())
-    return {path: names for path, names in names_by_path.items() if path.is_dir()}
+    return names_by_path
 
 
 def list_mounts() -> list[Mount]:
@@ -73,14 +75,23 @@ def examine(
 ) -> Directory:
     """Return the facts of a directory. This may block until a file server answers.
 
-    names: variables that name it. quotas: from `read_quotas`. mounts: from `list_mounts`.
+    names: variables that name it. quotas: from `read_quotas`. mounts: from `list_mounts`. Raises OSError.
     """
+    if not path.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     real_path = str(path.resolve())
     mount = find_mount(real_path, mounts)
     stats = os.statvfs(path)
-    is_lustre = mount is not None and mount.filesystem == "lustre"
-    quota = _read_lustre_quota(real_path) if is_lustre else None
-    stripes = parse_stripes(run("lfs", "getstripe", "-d", real_path)) if is_lustre else Stripes()
+    quota, stripes, notes = None, Stripes(), []
+    if mount is not None and mount.filesystem == "lustre":
+        try:
+            output = run("lfs", "quota", "-u", str(os.getuid()), real_path)
+            quota = next((row for _, row in parse(output, "lfs quota")), None)
+            if quota is not None and "[" in output:
+                notes.append("the amounts of its quota are too small: some servers of Lustre did not answer")
+            stripes = parse_stripes(run("lfs", "getstripe", "-d", real_path))
+        except ClusterError as error:
+            notes.append(str(error))
     return Directory(
         path=str(path),
         names=names,
@@ -94,6 +105,7 @@ def examine(
         pool=stripes.pool,
         quota=quota
         or find_quota(real_path, mount.point if mount else None, mount.device if mount else None, quotas),
+        note="; ".join(notes),
     )
 
 
@@ -132,13 +144,13 @@ def parse_stripes(text: str) -> Stripes:
     """
 
     def find(name: str) -> str | None:
-        match = re.search(rf"\b(?:lmm_)?{name}:\s+(\S+)", text)
+        match = re.search(rf"\b(?:lmm_)?{name}:[ \t]+(\S+)", text)
         return match[1] if match is not None else None
 
     count, size = find("stripe_count"), find("stripe_size")
     return Stripes(
-        int(count) if count is not None and re.fullmatch(r"-?\d+", count) else None,
-        int(size) if size is not None and size.isdigit() else None,
+        int(count) if count is not None and re.fullmatch(r"-1|[1-9]\d{0,5}", count, re.ASCII) else None,
+        int(size) if size is not None and is_whole_number(size) and int(size) else None,
         find("pool"),
     )
 
@@ -148,8 +160,3 @@ def read_quotas() -> list[tuple[str, Quota]]:
     # `quota` exits with status 1 if a quota is exceeded.
     outputs = {"quota": run("quota", "-w", "-p", good=frozenset({0, 1})), "myquota": run("myquota")}
     return [row for tool, text in outputs.items() for row in parse(text, tool)]
-
-
-def _read_lustre_quota(path: str) -> Quota | None:
-    rows = parse(run("lfs", "quota", "-u", getpass.getuser(), path), "lfs quota")
-    return rows[0][1] if rows else None

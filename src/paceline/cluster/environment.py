@@ -1,12 +1,16 @@
 """The environment of this process: Slurm job, container, modules. No other file of this package reads it."""
 
+import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.cluster.machine import Slurm
+from paceline.units import is_whole_number
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+NO_END = 2**32 - 2  # seconds since the epoch with which Slurm says that a job has no end
+DEVICE = re.compile(r"\d{1,6}|(GPU|MIG)-[\w/.-]+", re.ASCII)  # numbers, or identifiers and their beginnings
 MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity.d": "apptainer"}
 
 
@@ -25,7 +29,7 @@ def read_slurm(env: Mapping[str, str]) -> Slurm | None:
         cpus_per_task=_number(env.get("SLURM_CPUS_PER_TASK")),
         gpus_per_node=env.get("SLURM_GPUS_ON_NODE") or env.get("SLURM_GPUS_PER_NODE"),
         partition=env.get("SLURM_JOB_PARTITION"),
-        ends=_number(env.get("SLURM_JOB_END_TIME")),
+        ends=ends if (ends := _number(env.get("SLURM_JOB_END_TIME"))) and ends < NO_END else None,
     )
 
 
@@ -46,9 +50,14 @@ def find_container(env: Mapping[str, str], marks: frozenset[str], cgroup: str = 
 
 
 def visible_devices(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the GPUs that this process may use, or None if no variable restricts them."""
+    """Return the GPUs that this process may use, or None if no variable restricts them.
+
+    As in CUDA, the first name that is not one of a device, such as -1 or NoDevFiles, ends the list.
+    """
     value = next((env[name] for name in VISIBLE if name in env), None)
-    return None if value is None else tuple(word.strip() for word in value.split(",") if word.strip())
+    if value is None:
+        return None
+    return tuple(itertools.takewhile(DEVICE.fullmatch, (word.strip() for word in value.split(","))))
 
 
 def find_own_container(env: Mapping[str, str]) -> str | None:
@@ -65,10 +74,10 @@ def loaded_modules(env: Mapping[str, str]) -> tuple[str, ...]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return ""
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
+    return int(text) if text is not None and is_whole_number(text) else None

@@ -57,6 +57,7 @@ def _accelerators(machine: Machine) -> tuple[int, Device, tuple[Link, ...]] | No
         return None
     if (instance := _find_mig_device(rows, machine.visible)) is not None:
         return instance
+    rows = [row for row in rows if row.mig is None]  # beside these, CUDA does not show divided GPUs
     name, count = Counter(row.name for row in rows).most_common(1)[0]
     if machine.visible is not None:
         count = min(count, len(machine.visible))
@@ -76,6 +77,11 @@ def _find_mig_device(
     names = [name for name in visible or () if name.startswith("MIG-")]
     if not names and len(divided) < len(rows):
         return None
+    if not names and not any(row.mig for row in divided):
+        raise ClusterError(
+            f"MIG is on, and {divided[0].name} has no instance that a program could use; create instances by "
+            "nvidia-smi mig, switch MIG off, or describe the device in cluster.json"
+        )
     found = [
         (row, instance)
         for row in divided

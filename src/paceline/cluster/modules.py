@@ -37,12 +37,13 @@ def parse_modules(text: str) -> list[OfferedModule]:
     """Return the modules in the output of `module -t avail`.
 
     Folders end with a colon. Lmod adds names without versions, `cuda/`, and names `latest(@cuda/12.8)`.
-    Environment Modules marks with `(default)`, and lists other names of a module in brackets.
+    Environment Modules marks with `(default)`, lists other names of a module in brackets, and adds tags such
+    as `<L>`.
     """
     modules = []
-    for line in map(str.strip, text.splitlines()):
-        match = re.fullmatch(r"([^\s()@:]+[^\s()@:/])(?:\(([^()]*)\))?", line)
-        if match is None or line.startswith("/") or (match[2] or "").startswith("@"):
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines():
+        match = re.fullmatch(r"\s*([^\s()@:<>]+[^\s()@:/<>])(?:\(([^()]*)\))?(?:\s*<[^<>]*>)?\s*", line)
+        if match is None or match[1].startswith("/") or (match[2] or "").startswith("@"):
             continue
         modules.append(OfferedModule(name=match[1], is_default=_has_default(match[2] or "")))
     return modules

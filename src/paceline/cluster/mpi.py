@@ -1,17 +1,16 @@
 """mpi4py, and the MPI on which it would run."""
 
 import re
-import shutil
 from importlib.metadata import PackageNotFoundError, version
 
 from paceline.cluster.machine import BackendFacts
-from paceline.cluster.run_tool import run
+from paceline.cluster.run_tool import find_program, run
 
 
 def find_mpi4py() -> BackendFacts:
     """Return the installed mpi4py and MPI. mpi4py is not imported, because that would start MPI."""
     package = _installed()
-    launcher = shutil.which("mpirun") or shutil.which("mpiexec")
+    launcher = find_program("mpirun") or find_program("mpiexec")
     missing = [] if package else ["pip install mpi4py"]
     if launcher is None:
         missing.append("install an MPI with mpirun (Debian: openmpi-bin) or load its module")

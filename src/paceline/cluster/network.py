@@ -7,8 +7,11 @@ from pathlib import Path
 import psutil
 
 from paceline.cluster.machine import Interface
+from paceline.units import is_whole_number
 
 SYS = Path("/sys/class")
+# Data per nominal bit: 8 of 10 bits, 64 of 66; later generations are named by their data.
+ENCODING = {"SDR": 0.8, "DDR": 0.8, "QDR": 0.8, "FDR10": 64 / 66, "FDR": 64 / 66}
 KINDS = {"1": "ethernet", "32": "infiniband", "772": "loopback"}  # linux/if_arp.h
 
 
@@ -48,14 +51,24 @@ def list_rdma(root: Path = SYS) -> tuple[Interface, ...]:
     return tuple(_port(device, port) for device in devices for port in sorted((device / "ports").glob("*")))
 
 
+def nominal_Bps(interface: Interface) -> float | None:
+    """Return the bytes per second of a link by its kind, without the encoding of lines of old InfiniBand."""
+    if interface.Mbps is None:
+        return None
+    generation = (interface.generation or "").rpartition(" ")[2]
+    return interface.Mbps * 1e6 / 8 * ENCODING.get(generation, 1.0)
+
+
 def _port(device: Path, port: Path) -> Interface:
-    rate = re.match(r"([\d.]+) Gb/sec(?: \((\d+X \w+)\))?", _text(port / "rate"))  # 400 Gb/sec (4X NDR)
+    is_up = "ACTIVE" in _text(port / "state")  # 4: ACTIVE
+    # 400 Gb/sec (4X NDR); a port without a link reports the lowest rate, or that of its last link
+    rate = re.match(r"(\d+(?:\.\d+)?) Gb/sec(?: \((\d+X \w+)\))?", _text(port / "rate")) if is_up else None
     interfaces = device / "device/net"
     ports = sorted(device.glob("ports/*"))
     return Interface(
         name=device.name if len(ports) == 1 else f"{device.name}:{port.name}",
         kind={"InfiniBand": "infiniband", "Ethernet": "roce"}.get(_text(port / "link_layer"), "rdma"),
-        up="ACTIVE" in _text(port / "state"),  # 4: ACTIVE
+        up=is_up,
         Mbps=round(float(rate[1]) * 1000) if rate else None,
         generation=rate[2] if rate and _text(port / "link_layer") == "InfiniBand" else None,
         numa=_number(device / "device/numa_node"),
@@ -70,12 +83,12 @@ def _kind(path: Path) -> str:
 
 def _number(path: Path) -> int | None:
     text = _text(path)
-    return int(text) if re.fullmatch(r"\d+", text) else None  # -1: the machine has no NUMA nodes
+    return int(text) if is_whole_number(text) else None  # -1: the machine has no NUMA nodes
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return ""
 

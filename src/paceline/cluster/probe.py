@@ -1,5 +1,6 @@
 """Probe this machine. All sources run concurrently for a limited time, and none loads the machine."""
 
+import errno
 import os
 import platform
 import subprocess
@@ -46,8 +47,7 @@ def probe(paths: Sequence[Path] = (), torch: subprocess.Popen[str] | None = None
         }
     )
     facts, silent = sources.collect(LIMIT_S)
-    usual = directories.list_usual(os.environ, Path.cwd())
-    examined = _examine(dict.fromkeys(paths, ()) or usual, facts.get("quotas", []))
+    examined = _examine(dict.fromkeys(paths, ()) or _list_usual(), facts.get("quotas", []))
     torch_facts, torch_silent = backends.collect(2 * TORCH_LIMIT_S)
     facts |= torch_facts
     return Machine(
@@ -118,7 +118,16 @@ def _examine(places: Mapping[Path, tuple[str, ...]], quotas: list[Any]) -> tuple
     return tuple(
         facts.get(str(path)) or Directory(path=str(path), names=names, note=silent[str(path)])
         for path, names in places.items()
+        if silent.get(str(path)) != os.strerror(errno.ENOENT)  # a variable may name a folder that is gone
     )
+
+
+def _list_usual() -> dict[Path, tuple[str, ...]]:
+    try:
+        folder = Path.cwd()
+    except OSError:  # the working directory was deleted
+        folder = Path("/tmp")
+    return directories.list_usual(os.environ, folder)
 
 
 def _torch(process: subprocess.Popen[str]) -> Torch:

@@ -21,7 +21,8 @@ def parse(text: str, source: str) -> list[tuple[str, Quota]]:
     for line in _join_lines(text):
         words = line.split()
         if words[0] == "Disk" and "quotas" in words:
-            is_users, heads = words[words.index("for") + 1].startswith("us") if "for" in words else True, []
+            match = re.search(r"quotas for (\w+)", line)
+            is_users, heads = match is None or match[1].startswith("us"), []
         elif words[0].lower() == "filesystem":
             heads = [word.lower() for word in words]
         elif is_users and heads and (quota := _row(heads, words, source)):
@@ -94,7 +95,7 @@ def _amount(text: str, units: dict[str, int]) -> int | None:
     """
     if text in ("-", "none", "unlimited"):
         return None
-    match = re.fullmatch(r"\[?(\d+(?:\.\d+)?)([A-Za-z]?)(?:i?B)?\]?\*?", text)
+    match = re.fullmatch(r"\[?(\d{1,18}(?:\.\d+)?)([A-Za-z]?)(?:i?B)?\]?\*?", text, re.ASCII)
     if not match or match[2].lower() not in units:
         raise ValueError(text)
     return round(float(match[1]) * units[match[2].lower()])

@@ -21,7 +21,7 @@ from paceline.cluster.machine import (
 from paceline.cluster.modules import propose_modules
 from paceline.cluster.published import sheets
 from paceline.cluster.topology import count_gpu_links, find_nearest_nics
-from paceline.units import format_bytes, format_count, several
+from paceline.units import format_bytes, format_count, several, without_controls
 
 SHOWN = 3  # modules of a kind; the JSON file has all
 
@@ -41,7 +41,10 @@ def build_tables(machine: Machine) -> list[RenderableType]:
     if machine.directories:
         parts.append(_directories(machine.directories))
     notes = [f"{row.path}: {row.note}" for row in machine.directories if row.note]
-    return [*parts, *(Text(f"note: {note}", style="yellow") for note in (*machine.silent, *notes))]
+    return [
+        *parts,
+        *(Text(without_controls(f"note: {note}"), style="yellow") for note in (*machine.silent, *notes)),
+    ]
 
 
 def _facts(machine: Machine) -> Table:
@@ -64,7 +67,7 @@ def _facts(machine: Machine) -> Table:
         ("links", _links(machine)),
     ):
         if text:
-            table.add_row(name, text)
+            table.add_row(name, _plain(text))
     return table
 
 
@@ -87,7 +90,9 @@ def _surroundings(machine: Machine) -> str:
 
 def _cpu(machine: Machine) -> str:
     cpu = machine.cpu
-    size = f"{cpu.sockets} × {cpu.cores // cpu.sockets} cores" if cpu.sockets and cpu.cores else ""
+    size = f"{cpu.cores} cores" if cpu.cores else ""
+    if cpu.sockets and cpu.cores:
+        size = f"{cpu.sockets} × {cpu.cores // cpu.sockets} cores"
     threads = f"{cpu.threads} threads" if cpu.threads and cpu.threads != cpu.cores else ""
     usable = f"{cpu.usable_cores} usable"
     virtual = f"virtual, {cpu.virtual}" if cpu.virtual else ""
@@ -291,15 +296,21 @@ def _quota(quota: Quota) -> str:
 
 def _table(columns: dict[str, list[str]], right: tuple[str, ...] = (), caption: str | None = None) -> Table:
     """Return a table without empty columns."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), caption=caption, caption_justify="left")
+    below = _plain(caption) if caption is not None else None
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), caption=below, caption_justify="left")
     filled = {name: cells for name, cells in columns.items() if any(cells)}
     for name in filled:
         table.add_column(
             name, justify="right" if name in right else "left", no_wrap=name in right, overflow="fold"
         )
     for cells in zip(*filled.values(), strict=True):
-        table.add_row(*cells)
+        table.add_row(*map(_plain, cells))
     return table
+
+
+def _plain(text: str) -> Text:
+    """Return a text as it is: names of devices and folders may look like commands of rich or a terminal."""
+    return Text(without_controls(text))
 
 
 def _number(value: int | None) -> str:

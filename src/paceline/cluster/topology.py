@@ -54,15 +54,17 @@ def parse_nvidia(text: str) -> Topology | None:
 def parse_amd(text: str) -> Topology | None:
     """Return the topology in the table under `Link Type between two GPUs`, if the text has it."""
     _, title, table = text.partition("Link Type between two GPUs")
-    lines = [line.split() for line in table.splitlines()[1:]] if title else []
+    lines = [words for line in table.splitlines()[1:] if (words := line.split())] if title else []
     if not lines:
         return None
     heads, *rows = lines
     links = {}
-    for name, *cells in (row for row in rows if row):
-        if name not in heads:
+    for name, *cells in rows:
+        if name not in heads or len(cells) != len(heads):
             break
         links[name] = {peer: cell for peer, cell in zip(heads, cells, strict=True) if peer != name}
+    if not links:
+        return None
     numa = {
         f"GPU{index}": node
         for index, node in re.findall(r"GPU\[(\d+)\]\s*: \(Topology\) Numa Node: (\d+)", text)
