@@ -1,15 +1,23 @@
 """Levels of memory: their sizes, the arithmetic of copies, chains of accesses; the whole command."""
 
 import gc
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from command import paceline, succeed
 from paceline.bench.hierarchy import memory
+from paceline.bench.hierarchy.levels import list_network
 from paceline.bench.hierarchy.memory import MemoryLevel, build_chain, list_levels, measure_copy_Bps
+from paceline.bench.report.hierarchy import draw, show
+from paceline.bench.result import Result
+from paceline.cluster.facts import Link
+from paceline.cluster.machine import Interface
+from paceline.cluster.published import parse
 
 
 def write_caches(folder: Path, *caches: tuple[str, str, str]) -> Path:
@@ -75,6 +83,61 @@ def test_a_chain_visits_every_link_once(count: int) -> None:
     assert np.median(steps) > 4096
     assert gc.isenabled()
     assert first.next is None
+
+
+def test_nominal_and_measured_rates_of_the_network() -> None:
+    def port(
+        name: str, kind: str, Mbps: int | None, generation: str | None = None, up: bool = True
+    ) -> Interface:
+        return Interface(name=name, kind=kind, up=up, Mbps=Mbps, generation=generation)
+
+    ports = (
+        port("mlx5_0", "infiniband", 400_000, "4X NDR"),
+        port("qib0", "infiniband", 40_000, "4X QDR"),
+        port("ib1", "infiniband", 56_000, "4X FDR"),
+        port("eth0", "ethernet", 25_000),
+        port("eth1", "virtual", None),
+        port("mlx5_1", "infiniband", 100_000, "4X EDR", up=False),
+    )
+    *rows, note = list_network(ports, None)
+    nominal = {row["level"]: row["nominal_Bps"] for row in rows}
+    assert nominal == {
+        "network mlx5_0, infiniband 4X NDR": 50e9,
+        "network qib0, infiniband 4X QDR": 4e9,
+        "network ib1, infiniband 4X FDR": pytest.approx(6.8e9, rel=0.01),
+        "network eth0, ethernet": pytest.approx(3.125e9),
+    }
+    assert "needs ranks on two nodes" in note
+
+    def link(collective: str, Bps: float, source: str = "measured") -> Link:
+        facts = {"beta_Bps": {"value": Bps, "source": source}, "alpha_s": {"value": 2e-6, "source": source}}
+        return Link.model_validate({"axis": "across", "collective": collective, **facts})
+
+    links = (link("all-reduce", 48e9), link("send", 46e9), link("send", 90e9, "declared"))
+    cluster = parse("h100:8x2").model_copy(update={"links": links})
+    [row] = list_network((), cluster)
+    assert (row["level"], row["Bps"], row["latency_s"]) == ("between nodes, cluster.json", 46e9, 2e-6)
+
+
+def test_the_table_and_the_figure_show_nominal_rates(tmp_path: Path) -> None:
+    rows = [
+        {"level": "memory", "bytes": 2**28, "Bps": 12e9, "nominal_Bps": None, "latency_s": 9e-8},
+        {"level": "network mlx5_0, infiniband 4X NDR", "bytes": 0, "Bps": None, "nominal_Bps": 50e9}
+        | {"latency_s": None},
+        {"level": "of an older result [/x]", "bytes": 1, "Bps": 1e9, "latency_s": None},
+    ]
+    result = Result(kind="hierarchy", rows=tuple(rows))
+    console = Console(width=80, record=True, file=io.StringIO())
+    show(console, result)
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split() for line in lines][2][-2:] == ["50", "—"]
+    assert "[/x]" in lines[3]
+    draw(result, tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert "nominal" in text
+    draw(result.model_copy(update={"rows": (rows[0],)}), tmp_path / "b.svg")
+    assert "nominal" not in (tmp_path / "b.svg").read_text()
 
 
 @pytest.mark.processes

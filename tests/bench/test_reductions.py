@@ -135,8 +135,11 @@ def make_rows(alpha: dict[int, float], operation: str = "all-reduce") -> list[di
         ({n: 2 * (n - 1) * 1e-4 for n in (2, 4, 8, 16)}, "as in a ring, 100.0 µs per step"),
         ({n: 2 * math.log2(n) * 1e-4 for n in (2, 4, 8, 16)}, "as in a tree, 100.0 µs per step"),
         ({2: 2e-4, 4: 5e-4, 8: 9e-4}, "does not show a ring or a tree clearly"),
+        ({n: 1e-4 * n**2 for n in (2, 4, 8)}, "does not show a ring or a tree clearly"),
+        (dict.fromkeys((2, 4, 8, 16), 1e-4), "does not show a ring or a tree clearly"),
+        ({2: 4e-4, 4: 2e-4, 8: 1e-4}, "does not show a ring or a tree clearly"),
     ],
-    ids=["ring", "tree", "between"],
+    ids=["ring", "tree", "between", "square", "constant", "falling"],
 )
 def test_latency_shows_ring_or_tree(alpha: dict[int, float], words: str) -> None:
     [sentence] = explain_latencies(fit_rows(make_rows(alpha)))

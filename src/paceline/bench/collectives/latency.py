@@ -15,6 +15,7 @@ from paceline.units import format_seconds
 PLACES = {"in": "in place", "out": "out of place"}
 LEAST_COUNTS = 3  # numbers of ranks
 CLEAR = 0.6  # largest ratio of the misfits of two models with which the better one is named
+GOOD = 0.25  # largest misfit of a model that is named
 DOUBLED = "all-reduce"  # a reduction, then a distribution
 STEPS: Mapping[str, Callable[[int], float]] = {"ring": lambda n: n - 1.0, "tree": math.log2}
 
@@ -59,7 +60,7 @@ def _explain(label: str, operation: str, counts: Sequence[int], alphas_s: Sequen
     fits = [fit_latency(shape, counts, alphas_s, factor) for shape in STEPS]
     best, other = sorted(fits, key=lambda fit: fit.misfit)
     misfits = f"misfit {best.misfit:.0%}; as in a {other.shape}: {other.misfit:.0%}"
-    if best.misfit > CLEAR * other.misfit:
+    if best.misfit > min(GOOD, CLEAR * other.misfit):
         named = ", ".join(map(str, counts))
         shown = f"does not show a ring or a tree clearly (as in a {best.shape}: {misfits})"
         return f"{label}: α on {named} ranks {shown}"

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from paceline.bench.collectives.backends import Backend, Call, Peers, join_backends
@@ -26,6 +25,7 @@ from paceline.bench.collectives.rank_groups import Axis, find_axes
 from paceline.bench.collectives.request import DTYPES, CollectiveRequest
 from paceline.bench.result import Row
 from paceline.bench.timer import Budget, measure
+from paceline.cluster.limits import free_memory_bytes
 from paceline.distributed.world import World
 from paceline.units import format_bytes
 
@@ -178,7 +178,7 @@ def _lacks_memory(case: CollectiveCase, rank: Rank) -> str | None:
     if case.backend.device.type == "cuda":
         free, where = torch.cuda.mem_get_info(case.backend.device)[0], "on the GPU"
     else:
-        free, where = psutil.virtual_memory().available // rank.world.local_size, "for each rank"
+        free, where = free_memory_bytes() // rank.world.local_size, "for each rank"
     lacking = rank.peers.all_reduce_max([needed - free])[0]
     if lacking <= 0:
         return None

@@ -1,7 +1,7 @@
 """The rows of the table of levels, from the nearest cache to the network."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,12 @@ from paceline.bench.hierarchy.memory import (
     measure_latency_s,
 )
 from paceline.bench.result import Row
+from paceline.cluster import file
+from paceline.cluster.facts import Cluster, Fact, Link
+from paceline.cluster.local_cluster import find_file
+from paceline.cluster.machine import Interface
+from paceline.cluster.network import list_interfaces, list_rdma, nominal_Bps
+from paceline.cluster.published import find_published_name, sheets
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,18 +32,57 @@ COPIED_BYTES = 2**28  # between GPUs
 
 def measure_levels(device: "torch.device", directory: Path, budget_s: float) -> Iterator[Row | str]:
     """Yield a row for each level of this machine, and strings that report what was left out and why."""
+    path = find_file()
+    cluster = file.read(path) if path is not None else None
     yield from _measure_memory()
     yield from _measure_loopback(budget_s / 4)
     yield from _measure_disk(directory, budget_s / 4)
     yield from _measure_gpu(device, budget_s / 4)
+    yield from list_network((*list_rdma(), *list_interfaces()), cluster)
+
+
+def _row(
+    level: str,
+    size_bytes: int,
+    Bps: float | None,
+    latency_s: float | None,
+    nominal_Bps: float | None = None,
+) -> dict[str, Any]:
+    return {
+        "level": level,
+        "bytes": size_bytes,
+        "Bps": Bps,
+        "nominal_Bps": nominal_Bps,
+        "latency_s": latency_s,
+    }
+
+
+def list_network(interfaces: Iterable[Interface], cluster: Cluster | None) -> Iterator[Row | str]:
+    """Yield the nominal rate of each interface, and the measured link between nodes of a cluster."""
+    for each in interfaces:
+        if each.up and (nominal := nominal_Bps(each)) is not None:
+            kind = " ".join(filter(None, (each.kind, each.generation)))
+            yield _row(f"network {each.name}, {kind}", 0, None, None, nominal)
+    links = [
+        link
+        for link in (cluster.links if cluster is not None else ())
+        if link.axis == "across" and link.beta_Bps is not None and link.beta_Bps.source == "measured"
+    ]
+    # messages between two ranks, if they were measured
+    links = [link for link in links if link.collective == "send"] or links
+    if links:
+        best = max(links, key=_rate_of)
+        alpha_s = best.alpha_s.value if best.alpha_s is not None else None
+        yield _row("between nodes, cluster.json", 0, _rate_of(best), alpha_s)
+        return
     yield (
         "the network between nodes needs ranks on two nodes: "
         "srun --nodes 2 --ntasks-per-node 1 paceline bench collectives --operations send-recv"
     )
 
 
-def _row(level: str, size_bytes: int, Bps: float | None, latency_s: float | None) -> dict[str, Any]:
-    return {"level": level, "bytes": size_bytes, "Bps": Bps, "latency_s": latency_s}
+def _rate_of(link: Link) -> float:
+    return link.beta_Bps.value if link.beta_Bps is not None else 0.0
 
 
 def _measure_memory() -> Iterator[Row | str]:
@@ -104,6 +149,10 @@ def _rate(row: Any) -> float | None:
     return next((float(row[unit]) for unit in ("Bps", "per_s") if row is not None and row.get(unit)), None)
 
 
+def _value(fact: Fact | None) -> float | None:
+    return fact.value if fact is not None else None
+
+
 def _measure_gpu(device: "torch.device", budget_s: float) -> Iterator[Row | str]:
     if device.type != "cuda":
         yield "no CUDA device: its memory, PCIe and NVLink are not measured"
@@ -119,12 +168,20 @@ def _measure_gpu(device: "torch.device", budget_s: float) -> Iterator[Row | str]
 
         return measure(copy, Budget(budget_s / 16, budget_s / 64), clock_for(device)).median_s
 
+    found_name = find_published_name(torch.cuda.get_device_name(device))
+    sheet = sheets()[found_name].device() if found_name is not None else None
+    nvlink = sheets()[found_name].links() if found_name is not None else ()
+    nominal = {
+        "memory": _value(sheet.memory_Bps) if sheet is not None else None,
+        "PCIe": _value(sheet.to_device_Bps.get("pinned")) if sheet is not None else None,
+        "GPU": _value(nvlink[0].beta_Bps) if nvlink else None,
+    }
     for row in measure_memory(device, budget_s / 4):
         if isinstance(row, str):
             yield row
         elif row["operation"] == "copy":
             found: dict[str, Any] = dict(row)
-            yield _row("memory of the GPU", found["bytes"], found["Bps"], None)
+            yield _row("memory of the GPU", found["bytes"], found["Bps"], None, nominal["memory"])
     ones = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
     host = torch.ones(COPIED_BYTES, dtype=torch.uint8).pin_memory()
     peers = range(1, torch.cuda.device_count())
@@ -132,6 +189,7 @@ def _measure_gpu(device: "torch.device", budget_s: float) -> Iterator[Row | str]
         f"GPU 0 to GPU {at}": torch.ones(COPIED_BYTES, dtype=torch.uint8, device=f"cuda:{at}") for at in peers
     }
     for name, other in others.items():
-        yield _row(name, COPIED_BYTES, COPIED_BYTES / time_s(ones, other), time_s(ones[:4], other[:4]))
+        rate_Bps, latency_s = COPIED_BYTES / time_s(ones, other), time_s(ones[:4], other[:4])
+        yield _row(name, COPIED_BYTES, rate_Bps, latency_s, nominal["PCIe" if other is host else "GPU"])
     if not peers:
         yield "one GPU: copies between GPUs are not measured"

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from paceline.bench.compare import Comparison, quartiles
 from paceline.bench.result import Result, Row, Value
-from paceline.units import format_bytes, several
+from paceline.units import format_bytes, several, without_controls
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def build_table(rows: Sequence[Row], columns: Sequence[Column], title: str | Non
     for column, _ in kept:
         table.add_column(column.title, justify="right" if column.right else "left", no_wrap=True)
     for texts in zip(*(texts for _, texts in kept), strict=True):
-        table.add_row(*texts)
+        table.add_row(*(Text(without_controls(text)) for text in texts))  # a folder may be named [/x]
     return table
 
 
