@@ -401,18 +401,23 @@ def create(path: Path, spec: Spec, launch: Launch, provenance: Mapping[str, Any]
     provenance: from `collect_provenance`, for a process that creates many runs [default: collect it].
     Raises RunError if the folder exists or cannot be created.
     """
-    try:
-        path.mkdir(parents=True)
-    except FileExistsError:
-        raise _exists(path) from None
-    except OSError as error:
-        raise _cannot_create(path, error) from error
+    create_folder(path)
     release(path)
     run = RunFolder(path)
     run.write_request(spec, launch.model_copy(update={"run": None}))
     facts = collect_provenance() if provenance is None else provenance
     run.provenance.write_text(json.dumps(facts, indent=2) + "\n")
     return run
+
+
+def create_folder(path: Path) -> None:
+    """Create a folder for a run, with its parents. Raises RunError if it exists or cannot be created."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        raise _exists(path) from None
+    except OSError as error:
+        raise _cannot_create(path, error) from error
 
 
 def _cannot_create(path: Path, error: OSError) -> RunError:

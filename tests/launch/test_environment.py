@@ -8,9 +8,11 @@ import csv
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
@@ -20,6 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from command import paceline
+from mounts import mount_tmpfs
 from paceline.errors import LaunchError, SpecError
 from paceline.launch.environment.bundle import check_bundle_name, render_install_script, write_bundle
 from paceline.launch.environment.image import (
@@ -203,6 +206,47 @@ def test_the_name_of_a_bundle_is_checked():
             check_bundle_name(Path(name))
 
 
+def test_a_full_disk_leaves_no_bundle(tmp_path):
+    packages = find_needed(["rich"], list_installed())
+    with mount_tmpfs(tmp_path, "size=200k"):
+        with pytest.raises(LaunchError, match=r"cannot write .*env\.tar: No space left on device"):
+            write_bundle(tmp_path / "env.tar", packages, lambda done, total: None)
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_an_interrupted_bundle_leaves_nothing(tmp_path):
+    command = [sys.executable, "-m", "paceline", "bundle", "env.tar"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob(".bundle-*/*.whl")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(timeout=60) == 130
+    assert "Traceback" not in process.stderr.read()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_an_interrupted_installation_leaves_nothing(tmp_path):
+    write_bundle(tmp_path / "env.tar", find_needed(["rich"], list_installed()), lambda done, total: None)
+    with tarfile.open(tmp_path / "env.tar") as archive:
+        archive.extractall(tmp_path, filter="data")
+    env = {**os.environ, "PYTHON": sys.executable}
+    new = tmp_path / "new folder"
+    process = subprocess.Popen([tmp_path / "env/install.sh", new], env=env, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not (new / "bin/python").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == 1
+    assert not new.exists()
+
+
 @pytest.mark.slow
 def test_a_bundle_installs_without_a_network(tmp_path):
     installed = list_installed()
@@ -214,10 +258,14 @@ def test_a_bundle_installs_without_a_network(tmp_path):
     assert (tmp_path / "again" / "env.tar").read_bytes() == (tmp_path / "env.tar").read_bytes()
     with tarfile.open(tmp_path / "env.tar") as archive:
         archive.extractall(tmp_path, filter="data")
-    env = {**os.environ, "PYTHON": sys.executable, "PIP_CONFIG_FILE": "/dev/null", "PYTHONPATH": ""}
+    # settings of pip, and packages of loaded modules, must not count
+    odd = {"PIP_USER": "1", "PIP_INDEX_URL": "http://127.0.0.1:1", "PIP_TARGET": str(tmp_path / "target")}
+    site = str(distribution("rich").locate_file(""))
+    env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": site, **odd}
+    offline = ["unshare", "-n"] if subprocess.run(["unshare", "-n", "true"]).returncode == 0 else []
 
     def install(folder: str) -> "subprocess.CompletedProcess[str]":
-        command = [tmp_path / "env/install.sh", tmp_path / folder]
+        command = [*offline, tmp_path / "env/install.sh", tmp_path / folder]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
 
     done = install("new")
@@ -227,6 +275,8 @@ def test_a_bundle_installs_without_a_network(tmp_path):
             if path.suffix in (".py", ".so") and ".." not in path.parts:
                 copy = next((tmp_path / "new/lib").glob("python3*")) / "site-packages" / path
                 assert copy.read_bytes() == Path(str(path.locate())).read_bytes(), path
+    assert not (tmp_path / "target").exists()
+    env = {name: value for name, value in env.items() if name != "PYTHONPATH"}
     python = tmp_path / "new/bin/python"
     code = "import psutil, rich.console; print(psutil.cpu_count() > 0)"
     result = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True, timeout=60)
@@ -236,6 +286,7 @@ def test_a_bundle_installs_without_a_network(tmp_path):
     wheel = next((tmp_path / "env/wheels").glob("rich-*"))
     wheel.write_bytes(wheel.read_bytes() + b"x")
     assert "HASHES" in install("other").stderr
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_script_refuses_another_python(tmp_path):

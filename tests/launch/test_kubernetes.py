@@ -6,8 +6,10 @@ manifests/base/crds). Without it, the test of the schemas is skipped.
 """
 
 import copy
+import dataclasses
 import json
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -133,13 +135,20 @@ def test_pods_of_a_jobset() -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("digits-1", "digits-1"), ("My_Run", "my-run-"), ("x" * 90, "x" * 31 + "-"), ("...", "run-")],
+    [
+        ("digits-1", "digits-1"),
+        ("My_Run", "my-run-"),
+        ("x" * 90, "x" * 31 + "-"),
+        ("...", "run-"),
+        ("2026-11-28", "run-2026-11-28-"),  # a service, which a JobSet has, must begin with a letter
+        ("é中", "run-"),
+    ],
 )
 def test_names_of_objects(name: str, expected: str) -> None:
     found = object_name(name)
     assert found.startswith(expected)
     assert len(found) <= 40
-    assert found == found.strip("-").lower()
+    assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", found)
     assert object_name("My_Run") != object_name("my_run") != object_name("my-run")
 
 
@@ -149,13 +158,33 @@ def test_names_of_objects(name: str, expected: str) -> None:
         ('image = "i"', "k.toml lacks claim; image and claim are required"),
         (
             'image = "i"\nclaim = "A_b"',
-            "claim must be lower-case letters, digits and dashes, got 'A_b'",
+            "claim must be lower-case letters, digits, dots and dashes, got 'A_b'",
         ),
         (
             'image = "i"\nclaim = "a"\nmount = "runs"',
             "mount must be an absolute path such as '/runs', got 'runs'",
         ),
         ('image = "i"\nclaim = "a"\nkind = "pod"', "kind must be 'jobset' or 'trainjob', got 'pod'"),
+        *(
+            (f'image = "i"\nclaim = "a"\n{key} = "{value}"', f"{key} must {what}")
+            for key, value, what in (
+                ("memory", "64 GB", "be a quantity such as 64Gi, got '64 GB'"),
+                ("memory", "-1", "be a quantity"),
+                ("shared_memory", "8gb", "be a quantity such as 8Gi"),
+                ("gpu_resource", "nvidia.com/", "be the name of a resource such as nvidia.com/gpu"),
+                ("namespace", "a.b", "be lower-case letters, digits and dashes"),
+                ("queue", "x" * 64, "be lower-case letters, digits and dashes"),
+                ("mount", "/a:b", "be an absolute path"),
+                ("mount", "/a/../dev", "be an absolute path"),
+                ("mount", "/", "be an absolute path"),
+                ("mount", "/dev/shm", "not be in /dev or /tmp, which the pods use"),
+            )
+        ),
+        ('image = "-x y"\nclaim = "a"', "image must be the address of an image"),
+        (
+            'image = "i"\nclaim = "a"\n[environment]\nPACELINE_REQUEST = "1"',
+            "environment must not have PACELINE_REQUEST",
+        ),
     ],
 )
 def test_invalid_settings_are_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -163,6 +192,28 @@ def test_invalid_settings_are_refused(text: str, message: str, tmp_path: Path) -
     with pytest.raises(SpecError) as refused:
         read_kubernetes(tmp_path / "k.toml")
     assert message in str(refused.value), str(refused.value)
+
+
+def test_settings_that_kubernetes_accepts() -> None:
+    for key, value in (
+        ("memory", "1.5Ti"),
+        ("memory", "64e9"),
+        ("gpu_resource", "amd.com/gpu"),
+        ("gpu_resource", "nvidia.com/mig-1g.10gb"),
+        ("claim", "team.runs-1"),
+        ("image", "localhost:5000/a/b_c@sha256:" + "0" * 64),
+        ("mount", "/mnt/my runs"),
+    ):
+        assert (
+            getattr(CLUSTER.model_validate({**CLUSTER.model_dump(), key: value}, strict=False), key) == value
+        )
+
+
+@pytest.mark.parametrize("cluster", [CLUSTER, TRAINJOB], ids=["jobset", "trainjob"])
+def test_names_that_look_like_variables_stay(cluster: KubernetesCluster) -> None:
+    odd = dataclasses.replace(TRAINING, name="$(HOME) $$ 'x'")
+    command = find_container(build(odd, cluster))["command"]
+    assert expand(command[-1], {"HOME": "/wrong"}) == "/runs/$(HOME) $$ 'x'"
 
 
 def test_submit_prints_the_manifest(tmp_path: Path) -> None:

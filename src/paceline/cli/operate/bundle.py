@@ -22,6 +22,8 @@ def bundle(
     The wheels are made of the installed files. A script in the file installs them. The other machine needs
     the same version of Python.
     """
+    import signal
+
     from paceline.cli.options.progress import count_progress
     from paceline.launch.environment.bundle import check_bundle_name, write_bundle
     from paceline.launch.environment.installed import (
@@ -33,6 +35,7 @@ def bundle(
     from paceline.units import format_bytes, several
 
     folder = check_bundle_name(file)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no half of a bundle is left
     packages = list_installed()
     if requirements is not None:
         extras = ",".join(list_extras(packages))

@@ -254,7 +254,7 @@ def _submit_sweep(
     from paceline.launch.slurm.job_script import render
     from paceline.launch.slurm.sweep import build_requests, render_sweep
     from paceline.plan.plan import AUTO, read_plan
-    from paceline.run import create
+    from paceline.run import create, create_folder
     from paceline.user_code import relative_path
 
     spec, launch = request
@@ -270,6 +270,7 @@ def _submit_sweep(
         print(script, end="")
         return
     slurm.check(job, settings)
+    create_folder(job.run)  # alone: what another command puts there is not deleted below
     try:
         runs = []
         for one, (_, each) in zip(jobs, requests, strict=True):

@@ -27,14 +27,18 @@ here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 python=${PYTHON:-python@VERSION@}
 [ $# = 1 ] || { echo "usage: $0 FOLDER" >&2; exit 2; }
 [ ! -e "$1" ] || { echo "$0: $1 exists; specify a new folder" >&2; exit 2; }
-if [ "$("$python" -c 'import platform
+if [ "$("$python" -I -c 'import platform
 print(platform.machine(), *platform.python_version_tuple()[:2])' 2> /dev/null)" != "@MACHINE@" ]; then
     echo "$0: these packages require Python @VERSION@ on @ARCHITECTURE@; load its module, or set PYTHON" >&2
     exit 2
 fi
-"$python" -m venv "$1"
-"$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --require-hashes \\
-    --find-links "$here/wheels" --requirement "$here/requirements.lock"
+# Packages and settings of other environments must not count: -I, --isolated.
+trap 'rm -rf "$1"; echo "$0: $1 was not created" >&2; exit 1' EXIT
+trap 'exit 1' HUP INT TERM
+"$python" -I -m venv "$1"
+"$1/bin/python" -I -m pip --isolated install --quiet --disable-pip-version-check --no-index --no-deps \\
+    --require-hashes --find-links "$here/wheels" --requirement "$here/requirements.lock"
+trap - EXIT
 echo "to use it: source $1/bin/activate"
 """
 

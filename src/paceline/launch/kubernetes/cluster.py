@@ -1,7 +1,7 @@
 """KubernetesCluster: the settings that pods need, from a file such as kubernetes.toml."""
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -10,6 +10,11 @@ from paceline.errors import SpecError
 from paceline.spec import Value, check_printable, describe_error, list_keys, read_toml
 
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)  # RFC 1123
+SUBDOMAIN = re.compile(rf"(?=.{{1,253}}$){LABEL.pattern}(\.{LABEL.pattern})*", re.ASCII)
+IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", re.ASCII)
+RESOURCE = re.compile(rf"({SUBDOMAIN.pattern}/)?[A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?", re.ASCII)
+QUANTITY = re.compile(r"\d{1,15}(\.\d{1,9})?([kMGTPE]|[KMGTPE]i|e\d{1,2})?", re.ASCII)
+REQUEST = "PACELINE_REQUEST"
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
@@ -33,14 +38,28 @@ class KubernetesCluster(Value):
     @model_validator(mode="after")
     def _names_are_valid(self) -> Self:
         check_printable(self, *type(self).model_fields)
-        for key in ("claim", "namespace", "queue", "runtime"):
-            name = getattr(self, key)
-            if name is not None and not LABEL.fullmatch(name):
-                raise ValueError(f"{key} must be lower-case letters, digits and dashes, got {name!r}")
-        if not self.mount.startswith("/"):
+        for key, pattern, what in (
+            ("claim", SUBDOMAIN, "lower-case letters, digits, dots and dashes"),
+            ("runtime", SUBDOMAIN, "lower-case letters, digits, dots and dashes"),
+            ("namespace", LABEL, "lower-case letters, digits and dashes"),
+            ("queue", LABEL, "lower-case letters, digits and dashes"),
+            ("image", IMAGE, "the address of an image such as registry.example.org/paceline:1"),
+            ("gpu_resource", RESOURCE, "the name of a resource such as nvidia.com/gpu"),
+            ("memory", QUANTITY, "a quantity such as 64Gi"),
+            ("shared_memory", QUANTITY, "a quantity such as 8Gi"),
+        ):
+            text = getattr(self, key)
+            if text is not None and not pattern.fullmatch(text):
+                raise ValueError(f"{key} must be {what}, got {text!r}")
+        folder = PurePosixPath(self.mount)
+        if not folder.is_absolute() or len(folder.parts) < 2 or {"..", ":"} & {*folder.parts, *self.mount}:
             raise ValueError(f"mount must be an absolute path such as '/runs', got {self.mount!r}")
+        if folder.is_relative_to("/dev") or folder.is_relative_to("/tmp"):
+            raise ValueError(f"mount must not be in /dev or /tmp, which the pods use, got {self.mount!r}")
         if bad := next((name for name in self.environment if not VARIABLE.fullmatch(name)), None):
             raise ValueError(f"environment must have names of variables, got {bad!r}")
+        if REQUEST in self.environment:
+            raise ValueError(f"environment must not have {REQUEST}, by which the pods get the request")
         return self
 
 

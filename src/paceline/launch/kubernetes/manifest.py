@@ -11,11 +11,10 @@ from typing import Any
 
 import tomli_w
 
-from paceline.launch.kubernetes.cluster import KubernetesCluster
+from paceline.launch.kubernetes.cluster import REQUEST, KubernetesCluster
 from paceline.spec import Launch, Spec
 
 JOBSET, TRAINJOB = "jobset.x-k8s.io/v1alpha2", "trainer.kubeflow.org/v1alpha1"
-REQUEST = "PACELINE_REQUEST"
 PORT = 29500
 MAX_NAME = 40  # of the manifest: names of pods are longer, and their limit is 63
 
@@ -40,10 +39,12 @@ def render_manifest(training: PodTraining, cluster: KubernetesCluster) -> str:
 def object_name(name: str) -> str:
     """Return a name that Kubernetes accepts: lower-case letters, digits and dashes."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    if plain == name and len(name) <= MAX_NAME:
+    if plain == name and len(name) <= MAX_NAME and name[0].isalpha():
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]  # two names stay different
-    stem = plain[: MAX_NAME - 9].strip("-") or "run"
+    if not plain[:1].isalpha():  # the service of a JobSet has its name, and must begin with a letter
+        plain = f"run-{plain}"
+    stem = plain[: MAX_NAME - 9].strip("-")
     return f"{stem}-{digest}"
 
 
@@ -61,8 +62,12 @@ def _environment(training: PodTraining, cluster: KubernetesCluster) -> list[dict
     )
     tree = launch.model_dump(exclude_none=True) | training.spec.model_dump(exclude_none=True)
     values = {**cluster.environment, REQUEST: tomli_w.dumps(tree)}
-    # Kubernetes replaces $(NAME), and $$ by $.
-    return [{"name": name, "value": value.replace("$", "$$")} for name, value in values.items()]
+    return [{"name": name, "value": _escape(value)} for name, value in values.items()]
+
+
+def _escape(text: str) -> str:
+    """Return a text in which Kubernetes replaces nothing: it replaces $(NAME), and $$ by $."""
+    return text.replace("$", "$$")
 
 
 def _command(training: PodTraining, cluster: KubernetesCluster, torchrun: str) -> list[str]:
@@ -73,7 +78,7 @@ def _command(training: PodTraining, cluster: KubernetesCluster, torchrun: str) -
         'else set -- train /tmp/request.toml --run-dir "$1"; fi\n'
         f'exec torchrun {torchrun} -m paceline "$@"'
     )
-    return ["bash", "-c", script, "paceline", f"{cluster.mount}/{training.name}"]
+    return ["bash", "-c", script, "paceline", _escape(f"{cluster.mount}/{training.name}")]
 
 
 def _resources(cluster: KubernetesCluster) -> dict[str, Any]:

@@ -5,8 +5,8 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.errors import LaunchError
@@ -17,6 +17,8 @@ from paceline.spec import suggest
 ANSWER_S = 30.0  # for a command of Slurm
 NODE_S = 5.0  # for a node to accept a connection
 SLURMD_PORT = 6818  # default port of slurmd
+# of squeue: job, array, task of the array, state, nodes, run time, time limit, start, reason
+FIELDS = ("%A", "%F", "%K", "%T", "%N", "%M", "%l", "%S", "%r")
 ACTIVE = (
     "PENDING",
     "CONFIGURING",
@@ -113,41 +115,54 @@ def dry_run_script(script: str) -> str:
 def status(job: str) -> Status | None:
     """Return the state of a job, or None some minutes after its end, when Slurm has forgotten it."""
     try:
-        line = _query("scontrol", "show", "job", "-o", job)
+        found = [state for _, state in _list_jobs(f"--jobs={job}")]
     except LaunchError as error:
         if "Invalid job id" in str(error):
             return None
         raise
-    return _read_status(job, _parse_fields(line))
+    return replace(found[0], id=job) if found else None
 
 
 def list_statuses() -> dict[str, Status]:
-    """Return the states of all jobs by id, and by ARRAY_TASK for those of an array, with a single query."""
-    statuses: dict[str, Status] = {}
-    for line in _query("scontrol", "show", "job", "-o").splitlines():
-        if (fields := _parse_fields(line)).get("JobId"):
-            job, array_task = fields["JobId"], f"{fields.get('ArrayJobId')}_{fields.get('ArrayTaskId')}"
-            statuses |= {name: _read_status(name, fields) for name in (job, array_task)}
-    return statuses
+    """Return the states of this user's jobs by id, and by ARRAY_TASK for those of an array.
+
+    Slurm is asked once.
+    """
+    return {
+        name: replace(state, id=name)
+        for names, state in _list_jobs(f"--user={os.getuid()}")
+        for name in names
+    }
 
 
-def _parse_fields(line: str) -> dict[str, str]:
-    return dict(re.findall(r"(\w+)=(.*?)(?= \w+[:\w/]*=|$)", line.strip()))
+def _list_jobs(*words: str) -> Iterator[tuple[tuple[str, ...], Status]]:
+    """Yield names and state of jobs. Raises LaunchError.
+
+    squeue prints only these fields: in those of scontrol, a comment or a folder may look like other fields.
+    """
+    command = ("squeue", "--array", "--noheader", "--states=all", f"--format={'|'.join(FIELDS)}", *words)
+    for line in _query(*command).splitlines():
+        cells = line.strip().split("|", len(FIELDS) - 1)
+        if len(cells) != len(FIELDS):  # the name of a cluster
+            continue
+        job, array, task, state, nodes, run_time, time_limit, start, reason = cells
+        names = (job, f"{array}_{task}") if task.isdecimal() else (job,)
+        yield (
+            names,
+            Status(
+                id=job,
+                state=state,
+                reason=_known(reason.replace("_", " ")),
+                nodes=_known(nodes),
+                run_time=run_time,
+                time_limit=time_limit,
+                start=_known(start),
+            ),
+        )
 
 
-def _read_status(job: str, fields: dict[str, str]) -> Status:
-    def value_of(name: str) -> str | None:
-        return None if fields.get(name) in (None, "", "None", "(null)", "Unknown", "N/A") else fields[name]
-
-    return Status(
-        id=job,
-        state=fields["JobState"],
-        reason=reason.replace("_", " ") if (reason := value_of("Reason")) is not None else None,
-        nodes=value_of("NodeList"),
-        run_time=fields["RunTime"],
-        time_limit=fields["TimeLimit"],
-        start=value_of("StartTime"),
-    )
+def _known(text: str) -> str | None:
+    return None if text in ("", "None", "(null)", "Unknown", "N/A") else text
 
 
 def cancel(job: str) -> None:
@@ -175,12 +190,17 @@ def requeue_without(job: str, node: str) -> bool:
 
 def list_nodes() -> list[str]:
     """Return the names of all nodes. Raises LaunchError."""
-    return sorted({*_query("sinfo", "--noheader", "--Node", "--format=%N").split()})
+    return sorted({*_query("sinfo", "--all", "--noheader", "--Node", "--format=%N").split()})
 
 
 def list_partitions() -> list[Partition]:
     """Return all partitions, the default first. Raises LaunchError."""
-    lines = [line.split("|") for line in _query("sinfo", "--noheader", "-o", "%P|%l|%D").split()]
+    # --all: also partitions that this user does not see, but a job may name
+    lines = [
+        words
+        for line in _query("sinfo", "--all", "--noheader", "-o", "%P|%l|%D").splitlines()
+        if len(words := line.strip().split("|")) == 3  # a line of a cluster has its name alone
+    ]
     nodes: dict[str, int] = {}
     for name, _, count in lines:
         nodes[name] = nodes.get(name, 0) + int(count)

@@ -1,5 +1,6 @@
 """The job script of a run, a pure function of the job and the site."""
 
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class Job:
                 raise LaunchError(
                     f"a name in a job script must be a single line of printable text, got {text!r}"
                 )
+        if "\\" in str(self.run):  # Slurm replaces no %j in a name of a file with a backslash
+            raise LaunchError(
+                f"the folder of a run in Slurm must have no backslash, got {str(self.run)!r}; choose another "
+                "--run-dir"
+            )
 
     def cpus_per_task(self, site: Site) -> int | None:
         """Return the cores of a task: a rank, or the agent that starts all ranks of a node."""
@@ -115,7 +121,7 @@ def list_options(job: Job, site: Site) -> dict[str, str]:
         "gres": site.gres,
         "gpus-per-node": site.gpus_per_node,
         "mem": site.memory,
-        "output": f"{job.run}/{site.log}" if job.array is None else f"{job.run}/%a/{site.log}",
+        "output": f"{_literal(job.run)}/{'' if job.array is None else '%a/'}{site.log}",
         "open-mode": "append",
         "signal": f"B:USR1@{site.notice_s}",
     }
@@ -209,13 +215,21 @@ def _train(job: Job, site: Site) -> str:
     return "\n\n".join(part for part in (container, f"{begin}\n{srun} {rank} &\n{end}") if part)
 
 
+VARIABLE = re.compile(r"(\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*(?::-[\w./-]*)?\})", re.ASCII)
+SEPARATORS = {":", ","}  # in the options of containers for folders
 # the GPUs that Slurm gives a job, by vendor
 DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def _list_mounts(job: Job, site: Site) -> list[str]:
-    """Return words of the shell with the folders that a container sees."""
+    """Return words of the shell with the folders that a container sees. Raises LaunchError."""
     outside = [] if job.run.is_relative_to(job.folder) else [job.run.parent]
+    for path in (job.folder, *outside):
+        if set(str(path)) & SEPARATORS:
+            raise LaunchError(
+                f"a folder that a container sees must have no colon and no comma, got {str(path)!r}; use "
+                "another folder"
+            )
     scratch = [_expanded(site.scratch)] if site.scratch is not None else []
     return [*map(quote_word, (job.folder, *outside)), *scratch]
 
@@ -321,10 +335,19 @@ def quote_word(text: object) -> str:
 
 
 def _expanded(text: str) -> str:
-    """Return a word of the shell in which variables are expanded."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`") + '"'
+    """Return a word of the shell in which variables are expanded, and nothing else, such as $(…)."""
+    parts = VARIABLE.split(text)  # every second part is a variable
+    parts[::2] = [re.sub(r'([\\"`$])', r"\\\1", part) for part in parts[::2]]
+    return '"' + "".join(parts) + '"'
 
 
 def _quoted(text: str) -> str:
     """Return a value as sbatch reads it in a #SBATCH line."""
-    return text if not set(text) & set(" \t'\"#") else '"' + text.replace('"', '\\"') + '"'
+    if not set(text) & set(" \t'\"#\\"):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _literal(path: Path) -> str:
+    """Return a path in which Slurm replaces nothing, as it does with %j."""
+    return str(path).replace("%", "%%")

@@ -17,7 +17,7 @@ def find_login_node(environ: Mapping[str, str]) -> str | None:
         return None
     try:
         done = subprocess.run(
-            ["sinfo", "--noheader", "--Node", "--format=%N"],
+            ["sinfo", "--all", "--noheader", "--Node", "--format=%N %n %o"],  # name, host, address
             capture_output=True,
             text=True,
             timeout=ANSWER_S,
@@ -26,7 +26,7 @@ def find_login_node(environ: Mapping[str, str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     name = platform.node().partition(".")[0]
-    nodes = {*done.stdout.split()}
+    nodes = {word.partition(".")[0] for word in done.stdout.split()}
     return None if done.returncode or not nodes or name in nodes else name
 
 

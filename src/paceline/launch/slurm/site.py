@@ -81,6 +81,8 @@ class Site(Value):
     def _lines_are_whole(self) -> Self:
         """Raise ValueError for a value that would break a line of a job script in two."""
         check_printable(self, *type(self).model_fields)
+        if self.container is not None and not re.match(r"[\w./~]", self.container):
+            raise ValueError(f"container must be a file or an address, got {self.container!r}")
         if bad := next((option for option in self.sbatch if not option.startswith("-")), None):
             raise ValueError(f"sbatch must be options such as '--exclusive', got {bad!r}")
         if bad := next((variable for variable in self.environment if not NAME.fullmatch(variable)), None):

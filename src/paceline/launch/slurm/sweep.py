@@ -13,7 +13,8 @@ from paceline.launch.slurm.site import Site
 from paceline.spec import Launch, Spec, build, parse_value
 
 MAX_TASKS = 1000  # Slurm's default MaxArraySize is 1001
-RANGE = re.compile(r"(-?\d{1,12})\.\.(-?\d{1,12})", re.ASCII)
+MAX_NAME_BYTES = 120  # of the folder of a training
+RANGE = re.compile(r"(-?\d{1,12})\.\.(-?\d{1,12})(?:\.\.(\d{1,12}))?", re.ASCII)  # FIRST..LAST..STEP
 LIMIT = re.compile(r"%([1-9]\d{0,3})$", re.ASCII)
 HINT = "write --array seed=1..8, --array optimizer.lr=0.1,0.01, or seed=1..8%2 for two at a time"
 
@@ -70,10 +71,10 @@ def _find_key(name: str) -> str:
 
 def _parse_values(name: str, text: str) -> tuple[Any, ...]:
     if (match := RANGE.fullmatch(text)) is not None:
-        first, last = int(match[1]), int(match[2])
-        if not 0 <= last - first < MAX_TASKS:
+        first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
+        if step == 0 or not 0 <= (last - first) // step < MAX_TASKS:
             raise SpecError(f"--array {name}={text}: the range must have 1 to {MAX_TASKS:,} numbers; {HINT}")
-        return tuple(range(first, last + 1))
+        return tuple(range(first, last + 1, step))
     words = text.split(",")
     if not all(words):
         raise SpecError(f"--array {name}={text}: a value is empty; {HINT}")
@@ -101,7 +102,8 @@ def build_requests(sweep: ArraySweep, spec: Spec, launch: Launch) -> list[tuple[
 def _name(overrides: Mapping[str, Any]) -> str:
     """Return a name for a folder: "seed=1,lr=0.01", with the last part of each key."""
     words = [f"{key.rpartition('.')[2]}={value}" for key, value in overrides.items()]
-    return re.sub(r"[^\w=.,+-]", "_", ",".join(words))[:120]
+    name = re.sub(r"[^\w=.,+-]", "_", ",".join(words)).encode()[:MAX_NAME_BYTES]
+    return name.decode(errors="ignore")
 
 
 def render_sweep(jobs: Sequence[Job], folder: Path, site: Site, limit: int | None) -> str:
