@@ -11,6 +11,7 @@ from paceline.drill.training import UnexpectedCourse
 from paceline.events import Failed
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import WeightGuard
+from paceline.training.guard.check import has_equal_state
 
 REFUSED = ("guard.every=", "guard.recompute=")  # begin messages about what the plan or the task excludes
 
@@ -40,11 +41,11 @@ def can_recompute(plan: ResolvedPlan) -> bool:
 def is_found_for_certain(fault: Fault, plan: ResolvedPlan) -> bool:
     """Return whether the run must find a flipped bit.
 
-    A gradient has a replica only if each rank updates all weights. A flipped activation may round to the same
-    loss.
+    A gradient has a replica only if another rank updates the same weights. A flipped activation may round to
+    the same loss.
     """
     if fault.flips == "gradient":
-        return plan.data_ranks > 1 and plan.zero == 0 and not plan.splits_model
+        return has_equal_state(plan)
     return fault.flips == "weight"
 
 

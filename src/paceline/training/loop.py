@@ -359,7 +359,7 @@ class TrainingLoop:
         ):
             yield from self._run_steps(source)
         yield from self._note_unreadable()
-        yield from self._compare_ranks(is_saved=True)
+        yield from self._compare_ranks(at_once=True)
         for message in self.data.caches.describe():
             yield Noted(step=self.step, message=message)
         yield from self.checkpoints.finish(
@@ -521,9 +521,9 @@ class TrainingLoop:
         if found := comparison.find():
             yield Noted(step=self.step, message=describe_different_buffers(found))
 
-    def _compare_ranks(self, is_saved: bool = False) -> Iterator[Event]:
-        """Compare the weights of ranks if it is time, or if they are saved next. Raises CorruptionError."""
-        if found := self.guard.compare(is_saved):
+    def _compare_ranks(self, at_once: bool = False) -> Iterator[Event]:
+        """Compare the weights of ranks if it is time, or at once. Raises CorruptionError."""
+        if found := self.guard.compare(at_once):
             yield from self.checkpoints.report(wait=True)  # the user can go back to it
             self.guard.fail(found)
 
@@ -595,6 +595,7 @@ class TrainingLoop:
                     yield launched.event(metrics, self.batches)
                 continue
             if not has_loss or not (has_norm or skips_overflows):
+                yield from self._compare_ranks(at_once=True)  # a flipped exponent makes numbers infinite
                 yield from self.checkpoints.report(wait=True)  # the user can go back to it
                 raise _diverged_error(launched.step, metrics, self.last_loss, self.context.run)
             self.last_loss = metrics.loss
@@ -623,7 +624,7 @@ class TrainingLoop:
         return self.checkpoints.is_new_best(evaluated.metrics)
 
     def _save(self) -> Iterator[Event]:
-        yield from self._compare_ranks(is_saved=True)
+        yield from self._compare_ranks(at_once=True)
         metrics = self.evaluator.metrics_at(self.step)
         yield from self.checkpoints.save(self.step, metrics, self.stopping.state, self.plateau)
 

@@ -46,6 +46,7 @@ def doctor(
     from paceline.inspect.read_facts import read_facts, read_recording
     from paceline.inspect.text import format_findings
     from paceline.run import find_latest, open_run
+    from paceline.training.guard.suspects import describe_suspects
 
     run = run if run is not None else find_latest()
     if run.is_file():
@@ -68,6 +69,7 @@ def doctor(
         _write(json, diagnosis, found)
     # The loop of a user records only the state of its ranks, and samples.
     findings = format_findings(found) if folder.spec.exists() or facts.windows else []
+    findings = [*describe_suspects(folder), *findings]
     if diagnosis is None:
         first = f"{run} is not running: {_describe_last_state(folder)}"
         print_parts(first, *(line for line in findings if line not in first))

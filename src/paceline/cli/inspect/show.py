@@ -41,6 +41,7 @@ def _show_run(run: Path) -> None:
     from paceline.report.run_view import view
     from paceline.report.text import build_closing_table, format_event, format_headline
     from paceline.run import open_run
+    from paceline.training.guard.suspects import describe_suspects
 
     folder = open_run(run)
     console = Console(highlight=False)
@@ -58,6 +59,8 @@ def _show_run(run: Path) -> None:
     for failure in summary.failures:
         if failure.what == "run" and not failure.lost_peer:
             console.print(format_event(failure), style="red", markup=False)
+    for sentence in describe_suspects(folder):
+        console.print(sentence, style="red", markup=False)
     steps = folder.checkpoints()
     console.print(
         f"checkpoints kept: {', '.join(f'step {step}' for step in steps)}" if steps else "no checkpoint"

@@ -10,8 +10,27 @@ from paceline.task import Task
 
 
 def has_replicas(plan: ResolvedPlan) -> bool:
-    """Return whether all ranks hold the same weights."""
-    return plan.data_ranks > 1 and plan.zero < 2 and not plan.splits_model
+    """Return whether other ranks hold the same weights as this rank, or the same part of them."""
+    return not plan.is_asynchronous and _count_shards(plan) < plan.data_ranks
+
+
+def find_copy(plan: ResolvedPlan, rank: int) -> tuple[int, int, int]:
+    """Return the part of the weights that a rank holds: its stage, its part of tensors, and its shard.
+
+    Ranks of which it is equal are replicas of one another.
+    """
+    place = plan.place(rank)
+    return place.pp, place.tp, (place.dp * plan.cp + place.cp) % _count_shards(plan)
+
+
+def _count_shards(plan: ResolvedPlan) -> int:
+    """Return how many shards the data ranks divide the weights into."""
+    return plan.data_ranks // plan.replicate if plan.zero >= 2 else 1
+
+
+def has_equal_state(plan: ResolvedPlan) -> bool:
+    """Return whether replicas hold the same optimizer state."""
+    return has_replicas(plan) and plan.zero != 1
 
 
 def check_guard(spec: Spec, plan: ResolvedPlan, requested: str, task: Task, training: Samples) -> None:

@@ -1,15 +1,18 @@
 """Compares digests of weights between ranks, and ends the training if a rank holds other bits."""
 
 import platform
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.batch import find_tensors
 from paceline.distributed.dtensor import is_materialized
 from paceline.errors import CorruptionError
+from paceline.parallel.reduced_buffers import find_batch_norm_buffers
 from paceline.spec.guard import WeightGuard
-from paceline.training.guard.check import has_replicas
+from paceline.training.guard.check import find_copy, has_equal_state, has_replicas
 from paceline.training.guard.digest import digest
 from paceline.training.guard.recompute import LossRecomputation
 from paceline.training.guard.suspects import Suspect, record_suspects
@@ -78,12 +81,31 @@ class ReplicaGuard:
             parameter for parameter in self.prepared.model.parameters() if is_materialized(parameter)
         )
 
-    def compare(self, is_saved: bool = False) -> list[Corruption]:
+    def _find_state(self) -> Iterator[Tensor]:
+        """Yield the tensors of the optimizer state on this device, in the same order on all ranks."""
+        for optimizer in self.prepared.optimizers:
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                values = optimizer.state.get(parameter, {})
+                for tensor in find_tensors([values[key] for key in sorted(values, key=str)]):
+                    yield tensor.to(self.context.device)
+
+    def _find_buffers(self) -> Iterator[Tensor]:
+        """Yield the buffers that Paceline keeps equal on all data ranks. Others may differ by right."""
+        model, reducer = self.prepared.model, self.prepared.step.buffers
+        names = {buffer.name for buffer in reducer.buffers} if reducer is not None else set()
+        if self.context.spec.batch_norm == "global":
+            names |= find_batch_norm_buffers(model)
+        for name, buffer in model.named_buffers():
+            if name in names and is_materialized(buffer):
+                yield buffer
+
+    def compare(self, at_once: bool = False) -> list[Corruption]:
         """Return the faults of weights, gradients and losses since the last comparison. A collective.
 
-        Compares only if it is time, or if the weights are saved next. The result is the same on all ranks.
+        Compares only if it is time, or at once: before a save, and if the loss is not finite. The result is
+        the same on all ranks.
         """
-        if self.every is None or not (is_saved or self._is_compared(self.step)) or self.step == self.compared:
+        if self.every is None or not (at_once or self._is_compared(self.step)) or self.step == self.compared:
             return []
         found = find_corruption(self._gather_records(), self.compared + 1)
         if self.recomputation is not None and self._is_compared(self.step):
@@ -97,22 +119,29 @@ class ReplicaGuard:
     def _gather_records(self) -> list[RankRecord]:
         """Return the records of all ranks, in one small all-gather."""
         ranks = self.context.world.size
-        # Again, since an evaluation may lie between the update and a save. Parameters of `fully_shard` may be
-        # whole after an evaluation; they are compared only by their changes.
-        weights = self._digest_weights() if self.has_replicas else torch.zeros_like(self._changed)
-        own = torch.stack([weights.to(self._changed.device), self._changed, *self._gradients, *self._updated])
+        none = torch.zeros_like(self._changed)
+        # Again, since an evaluation may lie between the update and a save. It may leave parameters of
+        # `fully_shard` whole, on all ranks alike.
+        weights = self._digest_weights() if self.has_replicas else none
+        optimizer = digest(self._find_state()) if has_equal_state(self.context.plan) else none
+        buffers = digest(self._find_buffers()) if self.has_replicas else none
+        present = [part.to(none.device) for part in (weights, self._changed, optimizer, buffers)]
+        own = torch.stack([*present, *self._gradients, *self._updated])
         rows = [own]
         if ranks > 1:
             rows = [torch.empty_like(own) for _ in range(ranks)]
             dist.all_gather(rows, own)
         records = []
         for rank, row in enumerate(torch.stack(rows).tolist()):
-            gradients, updated = row[2 : 2 + len(self._gradients)], row[2 + len(self._gradients) :]
+            steps = row[len(present) :]
+            gradients, updated = steps[: len(self._gradients)], steps[len(self._gradients) :]
             records.append(
                 RankRecord(
-                    copy=0 if self.has_replicas else rank,
+                    copy=find_copy(self.context.plan, rank) if self.has_replicas else rank,
                     weights=row[0],
                     changed_in=row[1],
+                    optimizer=row[2],
+                    buffers=row[3],
                     gradients=tuple(gradients),
                     updated=tuple(updated),
                 )

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from paceline.files import append_whole, open_regular
 from paceline.run import RunFolder
+from paceline.units import numbered
 
 MAX_BYTES = 2**20
 
@@ -44,3 +45,15 @@ def read_suspects(run: RunFolder) -> list[Suspect]:
             with contextlib.suppress(ValidationError):
                 suspects.append(TypeAdapter(Suspect).validate_json(line))
     return suspects
+
+
+def describe_suspects(run: RunFolder) -> list[str]:
+    """Return a sentence on each fault that was found in a run, with its ranks and nodes, oldest first."""
+    faults: dict[tuple[int, str], list[Suspect]] = {}
+    for suspect in read_suspects(run):
+        faults.setdefault((suspect.step, suspect.what), []).append(suspect)
+    return [
+        f"silent corruption on {' or '.join(sorted({suspect.host for suspect in suspects}))}, "
+        f"{numbered('rank', sorted({suspect.rank for suspect in suspects}))}, found after step {step}: {what}"
+        for (step, what), suspects in faults.items()
+    ]

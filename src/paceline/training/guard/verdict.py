@@ -1,7 +1,7 @@
 """Which ranks hold corrupted weights, and since which step: a pure function of the digests of all ranks."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from paceline.units import numbered
@@ -11,8 +11,10 @@ from paceline.units import numbered
 class RankRecord:
     """What a rank recorded since the last comparison. Equal digests mean equal bits."""
 
-    copy: int  # ranks with the same number hold the same weights
+    copy: Hashable  # equal for ranks that hold the same weights
     weights: int  # digest of the present weights
+    optimizer: int = 0  # digest of the present optimizer state; 0: not compared
+    buffers: int = 0  # digest of the present buffers of which all replicas must have the same
     # The first step before whose update the weights were not as the previous update left them; 0: none.
     changed_in: int = 0
     # Digests of each step since the last comparison, if the guard locates faults.
@@ -51,7 +53,7 @@ def find_corruption(records: Sequence[RankRecord], first_step: int) -> list[Corr
         if record.changed_in
     ]
     known = {rank for corruption in found for rank in corruption.ranks}
-    copies: dict[int, list[int]] = {}
+    copies: dict[Hashable, list[int]] = {}
     for rank, record in enumerate(records):
         copies.setdefault(record.copy, []).append(rank)
     for ranks in copies.values():
@@ -71,8 +73,14 @@ def _compare(records: Sequence[RankRecord], ranks: Sequence[int], first_step: in
         ):
             if len(set(values)) > 1:
                 return _name(ranks, values, step, name)
-    values = [records[rank].weights for rank in ranks]
-    return _name(ranks, values, None, "weights") if len(set(values)) > 1 else None
+    for name, values in (
+        ("weights", [records[rank].weights for rank in ranks]),
+        ("optimizer state", [records[rank].optimizer for rank in ranks]),
+        ("buffers", [records[rank].buffers for rank in ranks]),
+    ):
+        if len(set(values)) > 1:
+            return _name(ranks, values, None, name)
+    return None
 
 
 def _name(ranks: Sequence[int], values: Sequence[int], step: int | None, name: str) -> Corruption:
