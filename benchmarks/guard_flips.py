@@ -26,7 +26,7 @@ from paceline.launch.rank_pool import Ranks
 from paceline.plan.plan import parse
 from paceline.spec import Save, WeightGuard
 from paceline.tasks.text import Text
-from paceline.training.step import TrainingStep
+from paceline.training.step.step import TrainingStep
 
 STEPS = 16
 BATCH = 12

@@ -29,6 +29,7 @@ SMALLEST = {
     "--length 16 --batch 4 --words 2000",
     "global_loss": "--rounds 2",
     "guard": "--widths 16 --steps 100",
+    "guard_flips": "--flips 1 --healthy 1 --plans zero1",
     "large_batch": "--task digits --batches 64:128 --accuracy 0.5 --epochs 1 --optimizers sgd",
     "load_folder": "--gigabytes 0.1 --rounds 2",
     "monitor": "--pairs 2 --block-s 0.2 --seconds 1",

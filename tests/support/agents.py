@@ -135,11 +135,11 @@ class Agents:
     def mark(self) -> str:
         return str(self.folder)
 
-    def wait(self, timeout_s: float = 90.0) -> list[tuple[int, str, str]]:
+    def wait(self, timeout_s: float = 300.0) -> list[tuple[int, str, str]]:
         """Return the exit status and the output of each agent."""
         return [(agent.wait(timeout_s), *agent.communicate()) for agent in self.processes]
 
-    def wait_until(self, holds, what: str, timeout_s: float = 60.0) -> None:
+    def wait_until(self, holds, what: str, timeout_s: float = 300.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not holds():
             assert time.monotonic() < deadline, f"not {what}: {[agent.poll() for agent in self.processes]}"

@@ -318,7 +318,7 @@ def _wait_until_ready(slurm: Slurm) -> None:
         time.sleep(0.1)
 
 
-def wait_until(holds, what: str, run: Path, timeout_s: float = 120.0) -> None:
+def wait_until(holds, what: str, run: Path, timeout_s: float = 300.0) -> None:
     """Wait until `holds()` is true. The error shows `what` and the output of the jobs of `run`."""
     deadline = time.monotonic() + timeout_s
     while not holds():

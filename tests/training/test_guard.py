@@ -10,21 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import models
 from command import checkpoint_weights, succeed
 from harness import ranks, train_on_ranks
-from paceline import RunFolder, Spec, train
+from paceline import RunFolder, Spec, Task, train
+from paceline.after_step import Ema
+from paceline.distributed.dtensor import local_tensor
 from paceline.drill.bit_flip import MANTISSA_BITS, flip_bit
-from paceline.errors import CorruptionError, PlanError
+from paceline.errors import CorruptionError, DivergedError, PlanError, TaskError
+from paceline.events import Noted
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer, Save, WeightGuard
 from paceline.training.checkpoint import save as checkpoint
+from paceline.training.guard.check import find_copy, has_replicas
 from paceline.training.guard.digest import SMALL, WIDTH, digest
 from paceline.training.guard.recompute import find_wrong_losses
 from paceline.training.guard.suspects import Suspect, read_suspects, record_suspects
-from paceline.training.guard.verdict import Corruption, RankRecord, find_corruption
+from paceline.training.guard.verdict import Corruption, RankRecord, find_common_change, find_corruption
+from paceline.training.loop import TrainingLoop
 from paceline.training.step.step import TrainingStep
 from pages import read_blocks
 
@@ -137,11 +142,60 @@ def record(weights: int, gradients: str = "", updated: str = "", **fields: int) 
             [record(1, copy=0)] * 3 + [record(5, copy=0), record(6, copy=0)],
             [Corruption((3, 4), None, "ranks 3, 4 hold other weights than ranks 0, 1, 2")],
         ),
+        (
+            [record(1, copy=0, optimizer=5), record(1, copy=0, optimizer=6), record(1, copy=0, optimizer=5)],
+            [Corruption((1,), None, "rank 1 holds other optimizer state than ranks 0, 2")],
+        ),
+        (
+            [record(1, copy=0, buffers=5), record(2, copy=1, buffers=5), record(1, copy=0, buffers=6)],
+            [
+                Corruption(
+                    (0, 2), None, "ranks 0, 2 hold different buffers or averages, and none is in the majority"
+                )
+            ],
+        ),
     ],
-    ids=["healthy", "majority", "pair", "gradient", "weights", "noticed", "groups", "two"],
+    ids=[
+        *("healthy", "majority", "pair", "gradient", "weights", "noticed", "groups", "two"),
+        *("optimizer", "buffers"),
+    ],
 )
 def test_verdict(records: list[RankRecord], expected: list[Corruption]) -> None:
     assert find_corruption(records, 11) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [((0, 0), None), ((3, 3), 3), ((3, 0), None), ((3, 4), None), ((3,), None)],
+    ids=["none", "all", "one", "steps", "alone"],
+)
+def test_memory_does_not_fail_on_all_ranks_at_once(changes: tuple[int, ...], expected: int | None) -> None:
+    assert find_common_change([record(1, copy=0, changed_in=step) for step in changes]) == expected
+
+
+@pytest.mark.parametrize(
+    ("plan", "size", "replicas"),
+    [
+        ("ddp", 3, [{0, 1, 2}]),
+        ("zero1", 2, [{0, 1}]),
+        ("zero3", 4, []),
+        ("hsdp", 4, [{0, 2}, {1, 3}]),
+        ("hsdp,replicate=4", 4, [{0, 1, 2, 3}]),
+        ("tp=2", 2, []),
+        ("tp=2", 4, [{0, 2}, {1, 3}]),
+        ("cp=2", 4, [{0, 1, 2, 3}]),
+        ("pp=2,microbatches=2", 4, [{0, 1}, {2, 3}]),
+        ("hsdp,tp=2", 8, [{0, 4}, {1, 5}, {2, 6}, {3, 7}]),
+        ("local-sgd,period=2", 2, []),
+    ],
+)
+def test_replicas_of_a_plan(plan: str, size: int, replicas: list[set[int]]) -> None:
+    resolved = parse(plan).resolve(size)
+    assert has_replicas(resolved) == bool(replicas)
+    groups: dict[object, set[int]] = {}
+    for rank in range(size if replicas else 0):
+        groups.setdefault(find_copy(resolved, rank), set()).add(rank)
+    assert [*groups.values()] == replicas
 
 
 @pytest.mark.parametrize(
@@ -285,6 +339,127 @@ def test_comparisons_change_nothing(plan: str) -> None:
     assert plain.losses == guarded.losses
     for name, value in plain.weights.items():
         np.testing.assert_array_equal(value, guarded.weights[name])
+
+
+class Averaged(models.NormedImages):
+    """BatchNorm, and an average of the weights."""
+
+    def after_step(self) -> list[Ema]:
+        return [Ema(0.9)]
+
+
+class Clamped(models.Points):
+    """The first layer limits its own weights before it uses them."""
+
+    in_secret: bool = False  # through .data
+
+    def model(self) -> nn.Module:
+        model, in_secret = super().model(), self.in_secret
+
+        def clamp(layer: Any, args: Any) -> None:
+            with torch.no_grad():
+                (layer.weight.data if in_secret else layer.weight).clamp_(-0.2, 0.2)
+
+        model[0].register_forward_pre_hook(clamp)
+        return model
+
+
+def train_with_change(task: Task, plan: str, spec: Spec, change: str, at: tuple[int, int]) -> str:
+    """Return the error of a training in which a bit of a tensor flips on a rank before a step.
+
+    change: "optimizer", "buffer", "average", "exponent" (of a weight), or "" for nothing. at: rank and step.
+    """
+    original = TrainingLoop._run_step
+
+    def run_step(self: TrainingLoop, source: Any) -> Any:
+        if change and (self.world.rank, self.step) == at:
+            optimizer, model = self.prepared.optimizers[0], self.prepared.model
+            tensor = {
+                "optimizer": lambda: next(iter(optimizer.state.values()))["exp_avg"],
+                "buffer": lambda: next(value for value in model.buffers() if value.dim()),
+                "average": lambda: next(iter(self.prepared.operations.averages.values())),
+                "exponent": lambda: next(model.parameters()),
+            }[change]()
+            bits = local_tensor(tensor).detach().view(-1).view(torch.int32)
+            bits[0] = bits[0] | 0x7F800000 if change == "exponent" else bits[0] ^ (1 << 20)
+        return original(self, source)
+
+    TrainingLoop._run_step = run_step  # type: ignore[method-assign]
+    try:
+        notes = [event.message for event in train(spec, parse(plan), task=task) if isinstance(event, Noted)]
+    except (CorruptionError, DivergedError, TaskError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        TrainingLoop._run_step = original  # type: ignore[method-assign]
+    return " ".join(notes)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("optimizer", "rank 1 holds other"),  # optimizer state, or also weights
+        ("buffer", "rank 1 holds other buffers or averages than ranks 0, 2;"),
+        ("average", "rank 1 holds other buffers or averages than ranks 0, 2;"),
+        ("", ""),
+    ],
+)
+def test_state_beside_weights_is_compared(change: str, expected: str) -> None:
+    spec = request(WeightGuard(every=4))
+    for message in ranks(3)(train_with_change, Averaged(), "ddp", spec, change, (1, 5)):
+        found = f"CorruptionError: silent corruption, found after step 8: {expected}" if change else ""
+        assert message.startswith(found), message
+        assert bool(message) == bool(change), message
+
+
+@pytest.mark.processes
+def test_an_infinite_weight_is_named_before_the_loss() -> None:
+    """With a negative control: without a guard, the training only reports that its loss is not finite."""
+    named = "the weights of rank 1 changed outside of an update, before the update of step 5;"
+    for guard, expected in ((WeightGuard(every=50, locate=True), named), (WeightGuard(), "DivergedError: ")):
+        messages = ranks(2)(train_with_change, models.Points(), "ddp", request(guard), "exponent", (1, 4))
+        assert all(expected in message for message in messages), messages
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("task", "plan", "change", "expected"),
+    [
+        (Clamped(), "ddp", "", "forward() or loss() changes 0.weight, so guard.locate does not follow that"),
+        (Clamped(), "zero1", "exponent", "DivergedError: "),
+        (
+            Clamped(in_secret=True),
+            "ddp",
+            "",
+            "TaskError: the weights of all ranks changed outside of an update, before the update of step 2",
+        ),
+        (
+            Clamped(),
+            "zero3",
+            "",
+            "TaskError: plan zero3,dp=2,microbatches=1 would lose what forward() changes",
+        ),
+    ],
+    ids=["followed", "not followed", "secretly", "sharded"],
+)
+def test_weights_that_the_task_changes_raise_no_alarm(
+    task: Task, plan: str, change: str, expected: str
+) -> None:
+    spec = request(WeightGuard(every=4, locate=True))
+    messages = ranks(2)(train_with_change, task, plan, spec, change, (1, 5))
+    assert all(message.startswith(expected) for message in messages), messages
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["hsdp", "tp=2", "pp=2,microbatches=2", "cp=2"])
+def test_replicas_of_parts_are_compared(plan: str) -> None:
+    """Without guard.locate: gradients and optimizer state of a rank that another rank has, too."""
+    spec = request(WeightGuard(every=4))
+    for change in ("", "optimizer"):
+        messages = ranks(4)(train_with_change, models.ShortText(), plan, spec, change, (1, 5))
+        assert all(bool(message) == bool(change) for message in messages), messages
+        assert all(message.startswith("CorruptionError: ") for message in messages if change), messages
 
 
 class WrongOnce(models.Points):

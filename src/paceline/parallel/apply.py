@@ -11,7 +11,7 @@ from paceline.distributed.mesh import build_mesh, select_data_mesh
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.compile import recompute_and_compile
 from paceline.parallel.data_parallel.ddp import replicate
-from paceline.parallel.data_parallel.fsdp import shard
+from paceline.parallel.data_parallel.fsdp import refuse_changed_weights, shard
 from paceline.plan.plan import ResolvedPlan
 from paceline.task import Layout
 
@@ -54,6 +54,8 @@ def parallelize(
     if plan.zero >= 2 or (plan.splits_model and plan.data_ranks > 1):
         if gathered is not None:
             units = [model.get_submodule(name) for name in gathered]
+        if not compile:  # whose graphs know no versions of tensors
+            refuse_changed_weights(model, plan)
         shard(model, units, plan, select_data_mesh(mesh if mesh is not None else build_mesh(plan, device)))
         fill(model)
         return model

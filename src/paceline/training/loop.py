@@ -523,6 +523,8 @@ class TrainingLoop:
 
     def _compare_ranks(self, at_once: bool = False) -> Iterator[Event]:
         """Compare the weights of ranks if it is time, or at once. Raises CorruptionError."""
+        while self.guard.notes:
+            yield Noted(step=self.step, message=self.guard.notes.pop())
         if found := self.guard.compare(at_once):
             yield from self.checkpoints.report(wait=True)  # the user can go back to it
             self.guard.fail(found)

@@ -8,7 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
+from paceline.distributed.dtensor import local_tensor, storage_id
+from paceline.errors import TaskError
 from paceline.plan.plan import Plan
 
 
@@ -30,6 +33,42 @@ def shard(
             fully_shard(unit, mesh=mesh, reshard_after_forward=plan.zero == 3, ignored_params=ignored)
     # The backward pass gathers the root again at once, so resharding it has no benefit.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
+
+
+def refuse_changed_weights(model: nn.Module, plan: Plan) -> None:
+    """Let the first forward pass of a module raise TaskError if it changes its parameters.
+
+    Call before `shard`. The module would change whole parameters that `fully_shard` has gathered, and frees
+    again. An embedding with `max_norm` does so.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    hooks: dict[nn.Module, tuple[RemovableHandle, ...]] = {}
+    before: dict[nn.Module, list[tuple[str, nn.Parameter, int, int]]] = {}
+
+    def begin(module: nn.Module, args: Any) -> None:
+        before[module] = [
+            (name, parameter, parameter._version, storage_id(local_tensor(parameter)))
+            for name, parameter in module.named_parameters(names[module], recurse=False)
+            if parameter.device.type != "meta"
+        ]
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        for name, parameter, version, storage in before.pop(module, ()):
+            if parameter._version != version or storage_id(local_tensor(parameter)) != storage:
+                raise TaskError(
+                    f"plan {plan} would lose what forward() changes in the parameter {name}; use ddp or "
+                    "zero1, or let the optimizer change it"
+                )
+            for hook in hooks.pop(module, ()):
+                hook.remove()
+
+    for module in names:
+        if next(module.parameters(recurse=False), None) is not None:
+            # `fully_shard` prepends the hook that gathers later, and appends the hook that frees.
+            hooks[module] = (
+                module.register_forward_pre_hook(begin, prepend=True),
+                module.register_forward_hook(end),
+            )
 
 
 def copy_output_views(module: nn.Module, args: Any, output: Any) -> Any:

@@ -1,22 +1,22 @@
 """Compares digests of weights between ranks, and ends the training if a rank holds other bits."""
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from paceline.batch import find_tensors
-from paceline.distributed.dtensor import is_materialized
-from paceline.errors import CorruptionError
-from paceline.parallel.reduced_buffers import find_batch_norm_buffers
+from paceline.distributed.dtensor import is_materialized, local_tensor
+from paceline.errors import CorruptionError, TaskError
+from paceline.parallel.data_parallel.reduced_buffers import find_batch_norm_buffers
 from paceline.spec.guard import WeightGuard
 from paceline.training.guard.check import find_copy, has_equal_state, has_replicas
 from paceline.training.guard.digest import digest
 from paceline.training.guard.recompute import LossRecomputation
 from paceline.training.guard.suspects import Suspect, record_suspects
-from paceline.training.guard.verdict import Corruption, RankRecord, find_corruption
+from paceline.training.guard.verdict import Corruption, RankRecord, find_common_change, find_corruption
 from paceline.training.setup import PreparedTraining, RankContext, TrainingData
 from paceline.training.step.step import TrainingStep
 
@@ -39,7 +39,10 @@ class ReplicaGuard:
         self._gradients: list[Tensor] = []
         self._updated: list[Tensor] = []
         self._changed = torch.zeros((), dtype=torch.int64, device=context.device)
-        self._last: Tensor | None = None
+        self._last: Tensor | None = None  # digest after the last update, of the weights that are followed
+        self._marks: dict[str, tuple[int, int]] = {}  # of the weights before the step
+        self._moving: set[str] = set()  # names of weights that the task itself changes between updates
+        self.notes: list[str] = []  # for the user, which the loop reports
         self.recomputation: LossRecomputation | None = None
         if self.every is None:
             return
@@ -54,6 +57,8 @@ class ReplicaGuard:
     def before_step(self, step: int) -> None:
         """Prepare a step. `step`: steps done before it. A collective if the guard recomputes losses."""
         self.step = step
+        if self.locates:
+            self._marks = self._mark_weights()
         if self.recomputation is not None and self._is_compared(step + 1):
             self.recomputation.begin(step)
 
@@ -64,21 +69,42 @@ class ReplicaGuard:
                 parameter.grad for parameter in self.prepared.step.params if parameter.grad is not None
             ]
             self._gradients.append(digest(gradients))
-        if self._last is not None:
-            differs = (self._digest_weights() != self._last) & (self._changed == 0)
-            self._changed = torch.where(differs, self.step + 1, self._changed)
+        if self._last is None:
+            return
+        marks = self._mark_weights()
+        moved = {name for name, mark in self._marks.items() if marks[name] != mark} - self._moving
+        if moved:
+            self._moving |= moved
+            self.notes.append(
+                f"forward() or loss() changes {min(moved)}, so guard.locate does not follow that weight on "
+                f"rank {self.context.world.rank}"
+            )
+            return
+        differs = (self._digest_weights(self._moving) != self._last) & (self._changed == 0)
+        self._changed = torch.where(differs, self.step + 1, self._changed)
+
+    def _mark_weights(self) -> dict[str, tuple[int, int]]:
+        """Return for each weight what operations of torch change and broken memory does not."""
+        return {
+            name: (parameter._version, local_tensor(parameter).data_ptr())
+            for name, parameter in self.prepared.model.named_parameters()
+            if is_materialized(parameter)
+        }
 
     def after_step(self, step: int) -> None:
         """Record the weights after a step. `step`: steps done."""
         self.step = step
         if self.locates:
-            self._last = self._digest_weights()
+            self._last = self._digest_weights(self._moving)
             if self.has_replicas:
-                self._updated.append(self._last)
+                self._updated.append(self._digest_weights() if self._moving else self._last)
 
-    def _digest_weights(self) -> Tensor:
+    def _digest_weights(self, without: Container[str] = ()) -> Tensor:
+        """Return the digest of the weights of this rank, without those of some names."""
         return digest(
-            parameter for parameter in self.prepared.model.parameters() if is_materialized(parameter)
+            parameter
+            for name, parameter in self.prepared.model.named_parameters()
+            if name not in without and is_materialized(parameter)
         )
 
     def _find_state(self) -> Iterator[Tensor]:
@@ -90,7 +116,7 @@ class ReplicaGuard:
                     yield tensor.to(self.context.device)
 
     def _find_buffers(self) -> Iterator[Tensor]:
-        """Yield the buffers that Paceline keeps equal on all data ranks. Others may differ by right."""
+        """Yield the buffers and averages that Paceline keeps equal. Other buffers may differ by right."""
         model, reducer = self.prepared.model, self.prepared.step.buffers
         names = {buffer.name for buffer in reducer.buffers} if reducer is not None else set()
         if self.context.spec.batch_norm == "global":
@@ -98,16 +124,24 @@ class ReplicaGuard:
         for name, buffer in model.named_buffers():
             if name in names and is_materialized(buffer):
                 yield buffer
+        if self.prepared.operations is not None:
+            yield from self.prepared.operations.averages.values()
 
     def compare(self, at_once: bool = False) -> list[Corruption]:
         """Return the faults of weights, gradients and losses since the last comparison. A collective.
 
         Compares only if it is time, or at once: before a save, and if the loss is not finite. The result is
-        the same on all ranks.
+        the same on all ranks. Raises TaskError if the task itself changes weights between updates.
         """
         if self.every is None or not (at_once or self._is_compared(self.step)) or self.step == self.compared:
             return []
-        found = find_corruption(self._gather_records(), self.compared + 1)
+        records = self._gather_records()
+        if (changed_in := find_common_change(records)) is not None:
+            raise TaskError(
+                "the weights of all ranks changed outside of an update, before the update of step "
+                f"{changed_in}: forward() or loss() changes them through .data; leave guard.locate out"
+            )
+        found = find_corruption(records, self.compared + 1)
         if self.recomputation is not None and self._is_compared(self.step):
             found += self.recomputation.compare()
         if not found:

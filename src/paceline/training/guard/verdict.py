@@ -14,7 +14,7 @@ class RankRecord:
     copy: Hashable  # equal for ranks that hold the same weights
     weights: int  # digest of the present weights
     optimizer: int = 0  # digest of the present optimizer state; 0: not compared
-    buffers: int = 0  # digest of the present buffers of which all replicas must have the same
+    buffers: int = 0  # digest of the buffers and averages of which all replicas must have the same
     # The first step before whose update the weights were not as the previous update left them; 0: none.
     changed_in: int = 0
     # Digests of each step since the last comparison, if the guard locates faults.
@@ -34,6 +34,15 @@ class Corruption:
     def is_certain(self) -> bool:
         """Whether the rank is known."""
         return len(self.ranks) == 1
+
+
+def find_common_change(records: Sequence[RankRecord]) -> int | None:
+    """Return the step before whose update the weights of all ranks changed; None if there is none.
+
+    Memory does not fail on all ranks at once, so the task itself changes them.
+    """
+    steps = {record.changed_in for record in records}
+    return steps.pop() or None if len(records) > 1 and len(steps) == 1 else None
 
 
 def find_corruption(records: Sequence[RankRecord], first_step: int) -> list[Corruption]:
@@ -76,7 +85,7 @@ def _compare(records: Sequence[RankRecord], ranks: Sequence[int], first_step: in
     for name, values in (
         ("weights", [records[rank].weights for rank in ranks]),
         ("optimizer state", [records[rank].optimizer for rank in ranks]),
-        ("buffers", [records[rank].buffers for rank in ranks]),
+        ("buffers or averages", [records[rank].buffers for rank in ranks]),
     ):
         if len(set(values)) > 1:
             return _name(ranks, values, None, name)
