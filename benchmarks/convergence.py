@@ -38,7 +38,7 @@ class Point:
     key: str
     batch: float
     measured: float
-    error: float  # standard error, relative
+    error: float | None  # standard error, relative; None: not known
     in_steps: bool
 
     @property
@@ -161,13 +161,13 @@ def read_point(row: Mapping[str, str], default: str) -> Point:
     key, unit = row.get("key", ""), row.get("unit", "")
     # Without a column for the training, the key names it; often with the batch at its end.
     name = row.get("benchmark") or row.get("stem") or default
-    spread, seeds = _number(row.get("std")) or 0.0, max(1.0, _number(row.get("seeds")) or 1.0)
+    spread, seeds = _number(row.get("std"), zero=True), max(1.0, _number(row.get("seeds")) or 1.0)
     point = Point(
         " ".join(filter(None, (name, row.get("version"), unit))).casefold(),
         key or f"{name}_{batch:.15g}",
         batch,
         mean,
-        spread / mean / math.sqrt(seeds),
+        spread / mean / math.sqrt(seeds) if spread is not None else None,
         not _words(unit).isdisjoint(STEPS),
     )
     _ = point.measurement  # checks it
@@ -179,13 +179,18 @@ def _words(unit: str) -> set[str]:
     return {word.removesuffix("s") for word in re.split(r"[\W_\d]+", unit.lower())}
 
 
-def _number(text: str | None) -> float | None:
-    """Return a positive number; None if the text is not one."""
+def _number(text: str | None, zero: bool = False) -> float | None:
+    """Return a positive number, or with `zero` also 0; None if the text is not one."""
+    text = (text or "").strip()
+    if "," in text:  # separates thousands; "3,5" could be 3.5 or 35
+        if not re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d*)?", text):
+            return None
+        text = text.replace(",", "")
     try:
-        value = float((text or "").replace(",", "").replace("_", "").strip())
+        value = float(text)
     except ValueError:
         return None
-    return value if math.isfinite(value) and value > 0 else None
+    return value if math.isfinite(value) and (value > 0 or (zero and value == 0)) else None
 
 
 def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:

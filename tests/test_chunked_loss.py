@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from faults import replaced
 from harness import ranks, train_on_ranks, train_on_this_rank
 from paceline import Spec
-from paceline.chunked_loss import CHUNK_ELEMENTS, CrossEntropyHead, VocabularyPart, chunked_cross_entropy
+from paceline.chunked_loss import (
+    CHUNK_ELEMENTS,
+    CrossEntropyHead,
+    LossOptions,
+    VocabularyPart,
+    chunked_cross_entropy,
+)
 from paceline.cluster.published import find
 from paceline.data.fake import example_batch, fake_parameters
 from paceline.errors import TaskError
@@ -52,6 +58,42 @@ def targets() -> Tensor:
 def differentiate(losses: Tensor, tensors: list[Any]) -> list[Tensor]:
     weights = torch.linspace(-1, 2, ROWS, dtype=losses.dtype)
     return [losses, *torch.autograd.grad((losses * weights).sum(), [t for t in tensors if t is not None])]
+
+
+OPTIONS = [LossOptions(), LossOptions(label_smoothing=0.1), LossOptions(z_loss=0.02), LossOptions(0.3, 0.01)]
+
+
+def compute_whole(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, options: LossOptions
+) -> Tensor:
+    """Return the losses by torch, with whole logits."""
+    logits = F.linear(hidden, weight, bias)
+    losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=options.label_smoothing)
+    return losses + options.z_loss * logits.exp().sum(-1).log().square() * (targets != -100)
+
+
+@pytest.mark.parametrize("options", OPTIONS[1:])
+def test_smoothed_targets_and_z_loss(options: LossOptions) -> None:
+    hidden, weight, own = tensors = draw(torch.float64, True)
+    found = differentiate(chunked_cross_entropy(hidden, weight, targets(), own, 5, options=options), tensors)
+    expected = differentiate(compute_whole(hidden, weight, targets(), own, options), tensors)
+    plain = differentiate(compute_whole(hidden, weight, targets(), own, LossOptions()), tensors)
+    for one, other, without in zip(found, expected, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(one, without)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_smoothing": -0.1}, "label_smoothing must be from 0 to 1, got -0.1"),
+        ({"label_smoothing": 1.5}, "label_smoothing must be from 0 to 1, got 1.5"),
+        ({"z_loss": math.inf}, "z_loss must be a number, at least 0, got inf"),
+    ],
+)
+def test_bad_options_of_the_head(options: dict[str, float], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        CrossEntropyHead(WIDTH, CLASSES, **options)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -235,7 +277,7 @@ def test_planned_work() -> None:
     assert [time.recompute_s for time in times] == [pytest.approx(times[0].products_s), 0]
 
 
-def split_cross_entropy(parts: int, is_combined: bool) -> list[Tensor]:
+def split_cross_entropy(parts: int, is_combined: bool, options: LossOptions) -> list[Tensor]:
     """Return the losses and gradients of ranks that divide the classes, one after another."""
     hidden, weight, bias = tensors = draw(torch.float64, True)
     width = -(-CLASSES // parts)
@@ -258,6 +300,7 @@ def split_cross_entropy(parts: int, is_combined: bool) -> list[Tensor]:
                 bias[begin : begin + width],
                 5,
                 VocabularyPart(begin, CLASSES, combine),
+                options,
             )
             for begin in range(0, CLASSES, width)
         ]
@@ -267,13 +310,13 @@ def split_cross_entropy(parts: int, is_combined: bool) -> list[Tensor]:
     return [losses[0], *differentiate(torch.stack(losses).sum(0), tensors)[1:]]
 
 
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("is_combined", [True, False])
-def test_classes_of_several_ranks(is_combined: bool) -> None:
+def test_classes_of_several_ranks(is_combined: bool, options: LossOptions) -> None:
     hidden, weight, bias = tensors = draw(torch.float64, True)
-    whole = F.cross_entropy(F.linear(hidden, weight, bias), targets(), reduction="none")
-    expected = differentiate(whole, tensors)
+    expected = differentiate(compute_whole(hidden, weight, targets(), bias, options), tensors)
     for parts in (2, 3, 4):
-        found = split_cross_entropy(parts, is_combined)
+        found = split_cross_entropy(parts, is_combined, options)
         is_same = [
             torch.allclose(one, other, rtol=1e-12, atol=1e-12)
             for one, other in zip(found, expected, strict=True)

@@ -8,6 +8,7 @@ torch 2.13: `F.linear_cross_entropy` computes gradients in the forward pass, for
 task returns a loss for each item, and the items of all ranks and micro-batches are weighted afterwards.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,27 @@ from paceline.errors import TaskError
 
 IGNORED = -100  # the target of rows without a loss, as in F.cross_entropy
 CHUNK_ELEMENTS = 2**24  # logits of a chunk: 64 MiB in float32
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What a loss adds to the cross entropy. Raises TaskError for values that make no sense.
+
+    label_smoothing: share of the target that all classes get equally. z_loss: factor of log² Z, Z being the
+    sum of the exponentials of the logits.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing <= 1:
+            raise TaskError(f"label_smoothing must be from 0 to 1, got {self.label_smoothing}")
+        if not 0 <= self.z_loss < math.inf:
+            raise TaskError(f"z_loss must be a number, at least 0, got {self.z_loss}")
+
+
+PLAIN = LossOptions()
 
 
 @dataclass(frozen=True)
@@ -43,13 +65,28 @@ class CrossEntropyHead(nn.Linear):
         self.head = CrossEntropyHead(width, vocabulary, bias=False)
         losses = self.head(hidden, targets)
 
-    hidden: (…, in_features). targets: class indices of shape (…).
+    hidden: (…, in_features). targets: class indices of shape (…); -100 has no loss. label_smoothing: as in
+    F.cross_entropy. z_loss: factor of log² of the sum of the exponentials (Chowdhery et al., PaLM, 2022).
     """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ):
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.options = LossOptions(label_smoothing, z_loss)
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             return super().forward(hidden)
-        return chunked_cross_entropy(hidden, self.weight, targets, self.bias)
+        return chunked_cross_entropy(hidden, self.weight, targets, self.bias, options=self.options)
 
 
 def count_chunk_rows(classes: int) -> int:
@@ -64,6 +101,7 @@ def chunked_cross_entropy(
     bias: Tensor | None = None,
     rows: int | None = None,
     part: VocabularyPart | None = None,
+    options: LossOptions = PLAIN,
 ) -> Tensor:
     """Return the cross entropy of each row, like F.cross_entropy(F.linear(hidden, weight), targets).
 
@@ -74,7 +112,7 @@ def chunked_cross_entropy(
     """
     if has_torch_function((hidden, weight)):  # planning counts it as one operation
         result: Tensor = handle_torch_function(
-            chunked_cross_entropy, (hidden, weight), hidden, weight, targets, bias, rows, part
+            chunked_cross_entropy, (hidden, weight), hidden, weight, targets, bias, rows, part, options
         )
         return result
     if hidden.shape[:-1] != targets.shape:
@@ -84,7 +122,7 @@ def chunked_cross_entropy(
         )
     rows = rows or count_chunk_rows(len(weight))
     losses: Tensor = _ChunkedCrossEntropy.apply(
-        hidden.flatten(0, -2), weight, targets.flatten(), bias, rows, part
+        hidden.flatten(0, -2), weight, targets.flatten(), bias, rows, part, options
     )
     return losses.unflatten(0, targets.shape)
 
@@ -105,24 +143,31 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         rows: int,
         part: VocabularyPart | None,
+        options: LossOptions,
     ) -> Tensor:
         ctx.rows, ctx.dtype = rows, _product_dtype(hidden)
-        _check_targets(targets, part.classes if part is not None else len(weight))
+        ctx.part, ctx.options = part, options
+        ctx.classes = part.classes if part is not None else len(weight)
+        _check_targets(targets, ctx.classes)
         chosen, is_own = _find_columns(targets, len(weight), part)
         logits = _Logits(hidden, weight, bias, rows, ctx.dtype)
         sums, picked = logits.new_rows(len(hidden)), logits.new_rows(len(hidden))
         for at in range(0, len(hidden), rows):
             chunk = slice(at, at + rows)
             of_chunk = logits.compute(hidden[chunk])
-            picked[chunk] = of_chunk.gather(1, chosen[chunk, None])[:, 0]
+            picked[chunk] = _pick(
+                of_chunk, chosen[chunk], is_own[chunk], ctx.classes, options.label_smoothing
+            )
             largest = of_chunk.amax(1, keepdim=True).clamp_(min=torch.finfo(of_chunk.dtype).min)
             exponentials = of_chunk.sub_(largest).exp_()
             sums[chunk] = exponentials.sum(1).log_().add_(largest[:, 0])
         if part is not None:
-            sums, picked = part.combine(sums, picked.masked_fill_(~is_own, 0))
+            sums, picked = part.combine(sums, picked)
         ctx.save_for_backward(hidden, weight, targets, bias, sums)
-        ctx.part = part
-        return (sums - picked).masked_fill_(targets == IGNORED, 0)
+        losses = sums - picked
+        if options.z_loss:
+            losses += options.z_loss * sums.square()
+        return losses.masked_fill_(targets == IGNORED, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -130,6 +175,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
         chosen, is_own = _find_columns(targets, len(weight), ctx.part)
         scales = grads[0].masked_fill(targets == IGNORED, 0)[:, None]
+        smoothing, z_loss = ctx.options.label_smoothing, ctx.options.z_loss
         logits = _Logits(hidden, weight, bias, ctx.rows, ctx.dtype)
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
         of_weight = torch.zeros_like(weight) if needs_weight else None
@@ -137,7 +183,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for at in range(0, len(hidden), ctx.rows):
             chunk = slice(at, at + ctx.rows)
             of_logits = logits.compute(hidden[chunk]).sub_(sums[chunk, None]).exp_()
-            ones = is_own[chunk, None].to(of_logits.dtype)
+            if z_loss:
+                of_logits *= 1 + 2 * z_loss * sums[chunk, None]
+            if smoothing:
+                of_logits -= smoothing / ctx.classes
+            ones = (1 - smoothing) * is_own[chunk, None].to(of_logits.dtype)
             of_logits.scatter_add_(1, chosen[chunk, None], -ones).mul_(scales[chunk])
             if of_bias is not None:
                 of_bias += of_logits.sum(0).to(of_bias.dtype)
@@ -148,7 +198,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 of_weight.addmm_(of_logits.T, hidden[chunk])
             elif of_weight is not None:
                 of_weight += of_logits.T @ hidden[chunk].to(ctx.dtype)
-        return of_hidden, of_weight, None, of_bias, None, None
+        return of_hidden, of_weight, None, of_bias, None, None, None
+
+
+def _pick(logits: Tensor, chosen: Tensor, is_own: Tensor, classes: int, smoothing: float) -> Tensor:
+    """Return this rank's part of the logits that the loss subtracts, weighted with the smoothed targets."""
+    picked = logits.gather(1, chosen[:, None])[:, 0].masked_fill_(~is_own, 0)
+    if not smoothing:
+        return picked
+    return (1 - smoothing) * picked + smoothing / classes * logits.sum(1)
 
 
 def _find_columns(targets: Tensor, columns: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:

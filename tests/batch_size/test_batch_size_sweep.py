@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from command import paceline, succeed
-from paceline.batch_size.choose import list_choices, pick_best
+from paceline.batch_size.choose import find_candidates, list_choices, pick_best
 from paceline.batch_size.convergence import Measurement, fit_curve
 from paceline.batch_size.published import find_published
 from paceline.batch_size.report import build_table, list_findings
@@ -41,6 +41,9 @@ def test_crossing_between_evaluations() -> None:
     assert ACCURACY.find_crossing([(10, math.nan), (20, 0.95)]) == 20
     assert ACCURACY.find_crossing([(10, 0.5)]) is None
     assert parse_target("loss<=1").find_crossing([(0, 3.0), (4, 1.0)]) == 4
+    assert parse_target("loss<=1").find_crossing([(2, math.inf), (4, 0.5)]) == 4
+    assert parse_target("psnr>=9").find_crossing([(2, -math.inf), (4, math.inf)]) == 4
+    assert str(parse_target("loss<=0.12345678")) == "loss <= 0.12345678"
 
 
 def test_batches() -> None:
@@ -79,6 +82,14 @@ def test_result_of_a_resumed_branch() -> None:
     assert result.step_s == 0.5
 
 
+def test_a_target_that_the_first_evaluation_reaches() -> None:
+    early = read_result([started(0), evaluated(2, 0.95), evaluated(4, 0.99)], 8, 0.1, ACCURACY)
+    later = read_result([started(0), evaluated(2, 0.5), evaluated(4, 0.99)], 8, 0.1, ACCURACY)
+    assert (early.is_early, later.is_early) == (True, False)
+    lines = list_findings([early, later], ACCURACY, None)
+    assert lines[0].startswith("the first evaluation of batch 8 already reached accuracy >= 0.9, so")
+
+
 def test_result_without_the_target() -> None:
     events = [started(0), evaluated(2, 0.5), evaluated(4, 0.4), Ended(step=4, reason="done", why="over")]
     result = read_result(events, 8, 0.1, ACCURACY)
@@ -100,6 +111,15 @@ def test_planner_and_curve_together() -> None:
         assert choice.steps.value == pytest.approx(expected, rel=0.3)
         assert choice.bill.seconds == pytest.approx(choice.steps.value * choice.step_s, rel=1e-6)
         assert choice.seconds.low < choice.seconds.value < choice.seconds.high
+
+
+def test_batches_that_missed_the_target_are_not_recommended() -> None:
+    reached = read_result([started(0), evaluated(2, 0.95)], 8, 0.1, ACCURACY)
+    missed = read_result([started(0), evaluated(2, 0.5)], 16, 0.1, ACCURACY)
+    assert find_candidates([reached, replace(reached, batch=16)]) == [8, 16, 32]
+    assert find_candidates([reached, missed]) == [8]
+    assert find_candidates([replace(missed, batch=4), reached]) == [8, 16]
+    assert find_candidates([missed]) == []
 
 
 def test_published_trainings_are_of_the_same_data() -> None:
@@ -276,6 +296,8 @@ def test_tune_of_an_optimizer_of_the_task_is_refused(tmp_path: Path) -> None:
         (("--until", "accuracy>=0.9", "--batches", "64,4096"), "larger than the"),
         (("--until", "accuracy>=0.9", "--batches", "x"), "'x' is not a whole number"),
         (("--until", "accuracy>=0.9", "--nodes", "2"), "trains on one machine"),
+        (("--until", "accuracy>=0.9", "--patience", "2"), "but the request has [stop]; leave stop.* and"),
+        (("--until", "accuracy>=0.9", "--set", "spec.evaluate_every=3"), "got evaluate_every=3 steps; leave"),
         (("--until", "accuracy>=0.9", "--plot", "a.pdf"), "its name must end in .svg or .png"),
     ],
 )

@@ -87,6 +87,25 @@ def test_error_bars_cover_about_68_percent() -> None:
     assert np.mean(narrow) < 0.45
 
 
+def test_bars_of_measurements_without_a_standard_error() -> None:
+    """Single trainings with a noise of 10 %, which the fit is not told."""
+    rng = np.random.default_rng(1)
+    batches = 2.0 ** np.arange(5, 13)
+    errors = (None, 0.0)  # unknown, and the control: exact
+    scores: dict[float | None, list[float]] = {error: [] for error in errors}
+    for _ in range(150):
+        critical = 512 * math.exp(rng.normal(1.0, 1.0))
+        costs = (1 + batches / critical) * np.exp(rng.normal(0, 0.1, len(batches)))
+        for error in errors:
+            curve = fit_curve([Measurement(b, c, error) for b, c in zip(batches[:5], costs[:5], strict=True)])
+            bars = curve.predict(float(batches[-1]), error)
+            half_width = math.log(bars.high / bars.low) / 2
+            scores[error].append(abs(math.log(costs[-1] / bars.value)) / half_width)
+    within = {error: np.mean(np.array(found) < 1) for error, found in scores.items()}
+    assert within[None] > 0.72 > 0.70 > within[0.0]
+    assert np.mean(np.array(scores[None]) < 2) > 0.95
+
+
 @pytest.mark.parametrize(("batch", "cost_", "error"), [(0, 1, 0), (8, -1, 0), (8, math.nan, 0), (8, 1, -1)])
 def test_bad_measurements_are_refused(batch: float, cost_: float, error: float) -> None:
     with pytest.raises(BenchError, match="must be"):
@@ -241,6 +260,25 @@ def test_steps_are_counted_in_samples(script: Script, unit: str) -> None:
     rows = [row | {"unit": unit, "mean": row["mean"] / row["batch"]} for row in FULL]
     found = script(write_csv(rows))[2]
     assert [row["predicted"] * row["batch"] for row in found] == pytest.approx(expected)
+
+
+def test_standard_errors_that_are_missing_or_zero(script: Script) -> None:
+    """Without `std` the noise is unknown; with 0 it is known to be small."""
+    bars = {}
+    for std in ("", "0", "0.0"):
+        rows = [row | {"std": std, "mean": row["mean"] * (1.2 if row["batch"] == 4 else 1)} for row in FULL]
+        bars[std] = {row["key"]: row["high"] / row["low"] for row in script(write_csv(rows))[2]}
+    assert bars["0"] == bars["0.0"]
+    assert bars[""]["five_ref_32"] > 1.1 * bars["0"]["five_ref_32"]
+
+
+def test_commas_in_numbers(script: Script) -> None:
+    """They separate thousands. "3,5" could be 3.5 or 35, so it is reported."""
+    text = 'batch,mean\n1,"1,024"\n"1,000","2,048.5"\n8,"3,5"\n'
+    status, printed, found = script(text)
+    assert status == 0
+    assert [(row["batch"], row["measured"]) for row in found] == [(1, 1024), (1000, 2048.5)]
+    assert "left out: points.csv line 4: batch '8', mean '3,5'" in printed
 
 
 def test_unknown_unit_is_reported(script: Script) -> None:

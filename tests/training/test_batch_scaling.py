@@ -79,10 +79,37 @@ def test_a_training_reports_what_it_scales() -> None:
     assert "the batch 8 is 4 × schedule.base_batch=2: lr 0.01 × 2 = 0.02 (sqrt)" in notes
 
 
+def test_all_that_is_scaled_is_reported() -> None:
+    groups = {"*.bias": ParamGroup(lr=0.5, weight_decay=0.2), "*.weight": ParamGroup(lr_scale=2.0)}
+    optimizer = Optimizer(name="muon", lr=0.01, adamw_lr=0.003, weight_decay=0.1, groups=groups)
+    schedule = Schedule(base_batch=2, lr_scale="sqrt", scale_decay=True)
+    notes, _ = start_and_rates(models.Points(), schedule=schedule, optimizer=optimizer)
+    assert any(
+        note.endswith(
+            "base_batch=2: lr 0.01 × 2 = 0.02; adamw_lr 0.003 → 0.006; weight decay 0.1 → 0.2; lr of *.bias "
+            "0.5 → 1; weight decay of *.bias 0.2 → 0.4 (sqrt)"
+        )
+        for note in notes
+    ), notes
+
+
 def test_the_optimizer_of_a_task_is_scaled() -> None:
     plain = start_and_rates(models.OwnOptimizer())[1]
-    linear = start_and_rates(models.OwnOptimizer(), schedule=Schedule(base_batch=2))[1]
+    notes, linear = start_and_rates(models.OwnOptimizer(), schedule=Schedule(base_batch=2))
     assert linear == pytest.approx([4 * rate for rate in plain])
+    scaling = [note for note in notes if "base_batch" in note]
+    assert len(scaling) == 1
+    assert scaling[0].endswith("learning rates of the task's optimizer() × 4 (linear)")
+    assert not [note for note in notes if "optimizer.lr" in note]  # nobody set it
+
+
+@pytest.mark.parametrize("key", ["scale_betas", "scale_decay"])
+def test_values_of_the_optimizer_of_a_task_are_not_scaled(key: str) -> None:
+    schedule = Schedule(base_batch=7, **{key: True})
+    with pytest.raises(
+        SpecError, match=f"schedule.{key} applies to the optimizer of the request, and the task"
+    ):
+        start_and_rates(models.OwnOptimizer(), schedule=schedule)
 
 
 def test_a_scaled_training_equals_one_with_these_values() -> None:

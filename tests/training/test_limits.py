@@ -200,6 +200,45 @@ def test_a_training_stops_after_too_many_skipped_updates() -> None:
         list(train(spec, task=task))
 
 
+class Overflow(nn.Module):
+    """Passes its input on, and infinite gradients back after `finite` passes."""
+
+    def __init__(self, finite: int):
+        super().__init__()
+        self.left = finite
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            self.left -= 1
+            if self.left < 0:
+                x.register_hook(lambda grad: grad / 0)
+        return x
+
+
+class Infinite(models.Points):
+    """With finite losses, and infinite gradients from a step on."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(super().model(), Overflow(3))
+
+
+@pytest.mark.parametrize(
+    ("precision", "on_nan", "step", "skipped"),
+    [
+        ("fp64", "stop", 4, ""),
+        ("fp64", "skip", 14, ", after 10 updates"),
+        ("fp16", "stop", 44, ", after 40 updates"),
+    ],
+)
+def test_a_gradient_that_stays_infinite_stops_the_training(
+    precision: str, on_nan: str, step: int, skipped: str
+) -> None:
+    spec = skipping().model_copy(update={"precision": precision, "steps": 60})
+    spec = spec.model_copy(update={"optimizer": spec.optimizer.model_copy(update={"on_nan": on_nan})})
+    with pytest.raises(DivergedError, match=f"norm of the gradient is (inf|nan) at step {step}{skipped}"):
+        list(train(spec, task=Infinite()))
+
+
 def test_the_mean_of_weights_from_a_step_on() -> None:
     """Compare with the mean of the weights that the steps left."""
     weights: list[dict[str, Tensor]] = []

@@ -102,7 +102,7 @@ def test_groups_equal_those_by_hand(name: str) -> None:
     )
     model = models.Points().model().double()
     twin = copy.deepcopy(model)
-    report = OptimizerReport()
+    report = OptimizerReport(spec)
     ours = make_optimizer(models.Points(), spec, ResolvedPlan(), model, report)
     assert "the parameter groups have different learning rates" in report.notes[0]
     params = dict(twin.named_parameters())

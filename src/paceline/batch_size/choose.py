@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.batch_size.convergence import ConvergenceCurve, Interval
+from paceline.batch_size.result import BatchResult
 from paceline.cluster.facts import Cluster
 from paceline.errors import PlanError
 from paceline.plan.cost_model.cost import Bill
@@ -23,6 +24,14 @@ class Choice:
     steps: Interval
     seconds: Interval
     bill: Bill
+
+
+def find_candidates(results: Sequence[BatchResult]) -> list[int]:
+    """Return the batches that reached the target, and twice the largest batch if that did."""
+    batches = [result.batch for result in results if result.steps is not None]
+    if batches and batches[-1] == results[-1].batch:
+        batches.append(2 * batches[-1])
+    return batches
 
 
 def list_choices(

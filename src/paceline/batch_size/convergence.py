@@ -6,7 +6,9 @@ is reached with small batches, and a training with B = Bcrit needs twice as many
 Few measurements determine Bcrit badly, and measurements deviate from the form together: neighbouring batches
 share hyper-parameters. So the logarithm of E has a deviation that is correlated along log B (an
 Ornstein-Uhlenbeck process), and log Bcrit has a distribution over trainings, whose mean the trainings of one
-fit share. All of it is integrated on a grid; nothing is optimized, and no start value matters.
+fit share. A measurement whose standard error is not known has one of several levels of noise, about which
+the measurements of its training decide. All of it is integrated on a grid; nothing is optimized, and no start
+value matters.
 """
 
 import math
@@ -25,6 +27,7 @@ Array = npt.NDArray[np.float64]
 DEVIATION = 0.1  # standard deviation of a training from the form
 DEVIATION_LENGTH = 1.0  # in log B, over which the deviation changes
 NOISE = 0.02  # of each point, besides its standard error
+UNKNOWN_NOISE = np.array([0.02, 0.05, 0.1])  # of points without a standard error: equally probable levels
 # Of log(Bcrit / largest measured batch): mean over trainings, its uncertainty, spread between trainings.
 CRITICAL_MEAN = 1.0
 CRITICAL_MEAN_ERROR = 0.7
@@ -36,17 +39,20 @@ MEANS = CRITICAL_MEAN + CRITICAL_MEAN_ERROR * np.linspace(-3.0, 3.0, 31)
 
 @dataclass(frozen=True)
 class Measurement:
-    """Samples (or epochs) to the target with a batch. error: standard error, relative to `cost`."""
+    """Samples (or epochs) to the target with a batch.
+
+    error: standard error, relative to `cost`; None: not known, as of a single training.
+    """
 
     batch: float
     cost: float
-    error: float = 0.0
+    error: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("batch", self.batch), ("cost", self.cost)):
             if not (math.isfinite(value) and value > 0):
                 raise BenchError(f"a measured {name} is {value}; it must be a positive number")
-        if not (math.isfinite(self.error) and self.error >= 0):
+        if self.error is not None and not (math.isfinite(self.error) and self.error >= 0):
             raise BenchError(f"the relative error of a measurement is {self.error}; it must be at least 0")
 
 
@@ -61,16 +67,18 @@ class Interval:
 
 @dataclass(frozen=True)
 class ConvergenceCurve:
-    """E = Emin · (1 + B / Bcrit) of one training, as a distribution over Bcrit.
+    """E = Emin · (1 + B / Bcrit) of one training, as a distribution over Bcrit and levels of noise.
 
-    weights: probability of each Bcrit of the grid. log_minimum: log Emin for each of them, and its variance.
-    residuals: of each measurement (rows) for each Bcrit (columns), multiplied by the inverse covariance.
+    The first axis of all arrays is that of the levels, except of `critical` and `log_batches`. weights:
+    probability of each level and each Bcrit of the grid. log_minimum: log Emin for each of them; its variance
+    depends on the level only. residuals: of each measurement for each Bcrit, multiplied by the inverse
+    covariance.
     """
 
     critical: Array
     weights: Array
     log_minimum: Array
-    log_minimum_variance: float
+    log_minimum_variance: Array
     log_batches: Array
     residuals: Array
     inverse: Array
@@ -78,46 +86,41 @@ class ConvergenceCurve:
     @property
     def critical_batch(self) -> Interval:
         """The batch that needs twice as many samples as small batches."""
-        return self._interval(np.log(self.critical), 0.0)
+        weights = self.weights.sum(0)
+        low, middle, high = np.interp((0.16, 0.5, 0.84), np.cumsum(weights), np.log(self.critical))
+        return Interval(math.exp(middle), math.exp(low), math.exp(high))
 
     @property
     def minimum(self) -> Interval:
         """Emin, in the unit of the measurements."""
-        return self._interval(self.log_minimum, math.sqrt(self.log_minimum_variance))
+        return self._interval(self.log_minimum, self.log_minimum_variance)
 
-    def predict(self, batch: float, error: float = 0.0) -> Interval:
-        """Return E at a batch. error: relative standard error of the measurement that it is compared with."""
+    def predict(self, batch: float, error: float | None = None) -> Interval:
+        """Return E at a batch, as a measurement finds it. error: its relative standard error, if known."""
         covariance = _covary(np.array([math.log(batch)]), self.log_batches)
-        values = self.log_minimum + np.log1p(batch / self.critical) + (covariance @ self.residuals)[0]
-        explained = float((covariance @ self.inverse @ covariance.T)[0, 0])
-        leverage = 1.0 - float((covariance @ self.inverse).sum())
-        variance = max(0.0, DEVIATION**2 - explained) + leverage**2 * self.log_minimum_variance
-        return self._interval(values, math.sqrt(variance + NOISE**2 + error**2))
+        values = self.log_minimum + np.log1p(batch / self.critical) + (covariance @ self.residuals)[:, 0]
+        gains = (covariance @ self.inverse)[:, 0]
+        explained, leverage = gains @ covariance[0], 1.0 - gains.sum(1)
+        variance = np.maximum(0.0, DEVIATION**2 - explained) + leverage**2 * self.log_minimum_variance
+        return self._interval(values, variance + _noise_variance([error])[:, 0])
 
     def form(self, batch: float) -> float:
         """Return Emin · (1 + B / Bcrit) at a batch, without the deviations of measurements."""
-        return math.exp(float(self.weights @ (self.log_minimum + np.log1p(batch / self.critical))))
+        return math.exp(float((self.weights * (self.log_minimum + np.log1p(batch / self.critical))).sum()))
 
-    def _interval(self, values: Array, spread: float) -> Interval:
-        """Return the interval of the exponential of values on the grid, each with a normal error `spread`.
+    def _interval(self, values: Array, variance: Array) -> Interval:
+        """Return the interval of the exponential of values, each with a normal error of its level's variance.
 
         The middle is the mean of the logarithms, which differs little from the median.
         """
-        mean = float(self.weights @ values)
-        if spread == 0.0:
-            order = np.argsort(values)
-            cumulated = np.cumsum(self.weights[order])
-            low, middle, high = (
-                float(np.interp(share, cumulated, values[order])) for share in (0.16, 0.5, 0.84)
-            )
-            return Interval(math.exp(middle), math.exp(low), math.exp(high))
-        width = math.sqrt(float(self.weights @ (values - mean) ** 2) + spread**2)
+        mean = float((self.weights * values).sum())
+        width = math.sqrt(float((self.weights * ((values - mean) ** 2 + variance[:, None])).sum()))
         return Interval(math.exp(mean), math.exp(mean - width), math.exp(mean + width))
 
 
 @dataclass(frozen=True)
 class _Likelihood:
-    """The likelihood of Bcrit given the measurements of one training, with Emin integrated out."""
+    """The likelihood of noise and Bcrit given the measurements of one training, with Emin integrated out."""
 
     logs: Array
     curve: Mapping[str, Any]
@@ -128,7 +131,7 @@ def fit_curves(trainings: Mapping[str, Sequence[Measurement]]) -> dict[str, Conv
     likelihoods = {name: _likelihood(points) for name, points in trainings.items()}
     prior = np.exp(-(((GRID[None] - MEANS[:, None]) / CRITICAL_SPREAD) ** 2) / 2)
     prior /= prior.sum(1, keepdims=True)
-    evidence = {name: np.log(prior @ np.exp(found.logs)) for name, found in likelihoods.items()}
+    evidence = {name: np.log(prior @ np.exp(found.logs).sum(0)) for name, found in likelihoods.items()}
     log_means = -(((MEANS - CRITICAL_MEAN) / CRITICAL_MEAN_ERROR) ** 2) / 2 + sum(evidence.values())
     means = np.exp(log_means - log_means.max())
     curves = {}
@@ -154,18 +157,21 @@ def _likelihood(points: Sequence[Measurement]) -> _Likelihood:
     if not points:
         raise BenchError("no measurement to fit; give at least one batch with its samples to the target")
     log_batches = np.log([point.batch for point in points])
-    errors = np.array([point.error for point in points])
     critical = max(point.batch for point in points) * np.exp(GRID)
-    inverse = np.linalg.inv(_covary(log_batches, log_batches) + np.diag(NOISE**2 + errors**2))
+    noise = _noise_variance([point.error for point in points])
+    covariance = _covary(log_batches, log_batches) + noise[:, :, None] * np.eye(len(points))
+    inverse = np.linalg.inv(covariance)
     logs = np.log([point.cost for point in points])[:, None]
     logs = logs - np.log1p(np.array([point.batch for point in points])[:, None] / critical[None])
-    precision = float(inverse.sum())
-    log_minimum = inverse.sum(0) @ logs / precision
-    residuals = logs - log_minimum
+    precision = inverse.sum((1, 2))
+    log_minimum = inverse.sum(1) @ logs / precision[:, None]
+    residuals = logs - log_minimum[:, None]
     solved = inverse @ residuals
-    chi_squares = (residuals * solved).sum(0)
+    found = (
+        -((residuals * solved).sum(1) + (np.linalg.slogdet(covariance)[1] + np.log(precision))[:, None]) / 2
+    )
     return _Likelihood(
-        -(chi_squares - chi_squares.min()) / 2,
+        found - found.max(),
         {
             "critical": critical,
             "log_minimum": log_minimum,
@@ -175,3 +181,12 @@ def _likelihood(points: Sequence[Measurement]) -> _Likelihood:
             "inverse": inverse,
         },
     )
+
+
+def _noise_variance(errors: Sequence[float | None]) -> Array:
+    """Return the variance of each measurement (columns) besides the deviation, for each level (rows)."""
+    known = [
+        [NOISE**2 + error**2 if error is not None else level**2 for error in errors]
+        for level in UNKNOWN_NOISE
+    ]
+    return np.array(known)

@@ -11,6 +11,8 @@ from paceline.batch_size.target import Target
 from paceline.plotting.figure import COLOURS, figure
 from paceline.units import format_count
 
+MOST_TICKS = 8  # of batches, so that their labels do not overlap
+
 
 def draw(results: Sequence[BatchResult], target: Target, curve: ConvergenceCurve | None, path: Path) -> None:
     """Draw samples and steps over batches, with the fit and its band of 68 %, into an SVG or PNG file."""
@@ -36,7 +38,10 @@ def draw(results: Sequence[BatchResult], target: Target, curve: ConvergenceCurve
                 )
         for axes, name in ((left, "samples"), (right, "steps")):
             axes.set(xlabel="batch", ylabel=f"{name} to {target}", xscale="log", yscale="log")
-            axes.xaxis.set_major_formatter(lambda batch, _: format_count(batch))
+            axes.set_xticks([result.batch for result in results][:: -(-len(results) // MOST_TICKS)])
+            axes.xaxis.set_major_formatter(lambda batch, _: f"{batch:,.0f}")
+            axes.xaxis.set_minor_formatter(lambda *_: "")
             axes.yaxis.set_major_formatter(lambda count, _: format_count(count))
+            axes.yaxis.set_minor_formatter(lambda n, _: format_count(n) if f"{n:e}"[0] in "235" else "")
             if axes.get_legend_handles_labels()[0]:
                 axes.legend()

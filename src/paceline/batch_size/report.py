@@ -61,6 +61,11 @@ def list_findings(
         for result in results
         if result.lr_factor in (WIDEST, 1 / WIDEST)
     ]
+    if early := [f"{result.batch:,}" for result in results if result.is_early]:
+        lines.append(
+            f"the first evaluation of batch {', '.join(early)} already reached {target}, so these steps are "
+            "an upper limit; use smaller --evaluate-samples"
+        )
     if curve is None:
         return [*lines, f"no batch reached {target}; train longer with --epochs, or choose another --until"]
     critical, minimum = curve.critical_batch, curve.minimum
@@ -160,6 +165,7 @@ def _row(result: BatchResult, curve: ConvergenceCurve | None) -> dict[str, Any]:
         "lr": result.lr,
         "lr_factor": result.lr_factor,
         "reached": result.steps is not None,
+        "is_early": result.is_early,
         "steps": result.steps,
         "samples": result.samples,
         "seconds": result.seconds,

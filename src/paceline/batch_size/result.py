@@ -19,7 +19,8 @@ class BatchResult:
     lr: None if the task defines its optimizer. lr_factor: of --tune, on the scaled learning rate. first:
     steps before it, of the checkpoint from which it branches. steps: to the target, without these; None if
     it was not reached. best: value of the metric, at best_step. step_s: median. why: a sentence, if the
-    training ended before its length and without the target.
+    training ended before its length and without the target. is_early: whether the first evaluation reached
+    the target, so that fewer steps may do.
     """
 
     batch: int
@@ -33,6 +34,7 @@ class BatchResult:
     noise: NoiseMeasured | None = None
     why: str = ""
     lr_factor: float = 1.0
+    is_early: bool = False
 
     @property
     def samples(self) -> float | None:
@@ -84,4 +86,5 @@ def read_result(events: Iterable[Event], batch: int, lr: float | None, target: T
         step_s=median(step_s.values()) if step_s else None,
         noise=noise,
         why="" if crossing is not None else why,
+        is_early=crossing is not None and crossing == min(evaluations),
     )

@@ -91,6 +91,16 @@ class Sweep:
         """Create the folder, or check that it is of this request. Raises RunError and SpecError."""
         if not self.spec.batches.is_constant:
             raise SpecError("batch-size compares constant batches; leave out batch_schedule and batch_warmup")
+        if self.spec.evaluate_every is not None:
+            raise SpecError(
+                f"batch-size evaluates every batch after the same samples, got evaluate_every="
+                f"{self.spec.evaluate_every} steps; leave it out, or use --evaluate-samples"
+            )
+        if self.spec.stop != Stop():
+            raise SpecError(
+                f"batch-size ends each training at --until {self.target}, but the request has [stop]; leave "
+                "stop.* and --patience out"
+            )
         if self.tunes and self.has_own_optimizer:
             raise SpecError(
                 "--tune changes the learning rate of --lr, which the task's optimizer() does not read; leave "

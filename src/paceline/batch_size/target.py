@@ -25,7 +25,7 @@ class Target:
         return f"{'max' if self.is_maximum else 'min'} {self.name}"
 
     def __str__(self) -> str:
-        return f"{self.name} {'>=' if self.is_maximum else '<='} {self.value:g}"
+        return f"{self.name} {'>=' if self.is_maximum else '<='} {self.value:.15g}"
 
     def is_reached(self, value: float) -> bool:
         """Return whether the value of an evaluation reaches the target."""
@@ -45,7 +45,7 @@ class Target:
         before: tuple[int, float] | None = None
         for step, value in evaluations:
             if self.is_reached(value):
-                if before is None or math.isnan(before[1]) or value == before[1]:
+                if before is None or not math.isfinite(value - before[1]):
                     return float(step)
                 return before[0] + (step - before[0]) * (self.value - before[1]) / (value - before[1])
             before = step, value

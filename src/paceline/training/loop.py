@@ -88,9 +88,10 @@ from paceline.training.torch_settings import (
     torch_settings,
 )
 from paceline.training.tracing.step_tracer import StepTracer, check_traced_steps
-from paceline.units import format_seconds, parse_duration_s
+from paceline.units import format_seconds, parse_duration_s, several
 
 MAX_SKIPPED = 10  # steps in a row whose update on_nan=skip skips
+MAX_OVERFLOWS = 40  # steps in a row whose update fp16 skips; the scale is then 6e-8
 
 
 def train(
@@ -586,20 +587,20 @@ class TrainingLoop:
     def _report(self, steps: list[tuple[LaunchedStep, StepMetrics]]) -> Iterator[Event]:
         """Yield the events of these steps. Raises DivergedError."""
         skips_nan = self.spec.optimizer.on_nan == "skip"
-        skips_overflows = skips_nan or self.update.loss_scale is not None
+        most_skipped = MAX_OVERFLOWS if self.update.loss_scale is not None else 0
         for launched, metrics in steps:
             has_loss, has_norm = math.isfinite(metrics.loss), math.isfinite(metrics.grad_norm)
             measured = self.noise.report(launched.step, metrics.grad_norm)
-            self.skipped = self.skipped + 1 if skips_nan and not (has_loss and has_norm) else 0
-            if 0 < self.skipped <= MAX_SKIPPED:
+            self.skipped = self.skipped + 1 if not (has_loss and has_norm) else 0
+            if skips_nan and 0 < self.skipped <= MAX_SKIPPED:
                 yield _describe_skipped(launched.step, metrics)
                 if has_loss:
                     yield launched.event(metrics, self.batches)
                 continue
-            if not has_loss or not (has_norm or skips_overflows):
+            if not has_loss or self.skipped > most_skipped:
                 yield from self._compare_ranks(at_once=True)  # a flipped exponent makes numbers infinite
                 yield from self.checkpoints.report(wait=True)  # the user can go back to it
-                raise _diverged_error(launched.step, metrics, self.last_loss, self.context.run)
+                raise _diverged_error(launched.step, metrics, self.skipped, self.last_loss, self.context.run)
             self.last_loss = metrics.loss
             yield launched.event(metrics, self.batches)
             if measured is not None:
@@ -647,12 +648,15 @@ def _describe_skipped(step: int, metrics: StepMetrics) -> Noted:
 
 
 def _diverged_error(
-    step: int, metrics: StepMetrics, last_loss: float | None, run: RunFolder | None
+    step: int, metrics: StepMetrics, skipped: int, last_loss: float | None, run: RunFolder | None
 ) -> DivergedError:
     if not math.isfinite(metrics.loss):
         what = f"the loss is {metrics.loss}"
     else:
         what = f"the norm of the gradient is {metrics.grad_norm}"
+    where = f"at step {step}"
+    if skipped > 1:
+        where += f", after {several(skipped - 1, 'update')} in a row that were skipped"
     before = (
         f"the last finite loss was {last_loss:.6g}"
         if last_loss is not None
@@ -665,7 +669,7 @@ def _diverged_error(
         hint = (
             "no checkpoint was written yet; try a smaller --lr, --set schedule.warmup=SAMPLES or --clip NORM"
         )
-    return DivergedError(f"{what} at step {step}; {before}; {hint}")
+    return DivergedError(f"{what} {where}; {before}; {hint}")
 
 
 def exposed_communication(model: nn.Module | None, ranks: int) -> float | None:

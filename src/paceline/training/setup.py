@@ -308,7 +308,7 @@ def build_training(
     is_replicated = bool(updates) and called is not model
     if is_replicated:
         called = unwrap(called)  # each pass has its own wrapper
-    optimizer_report = OptimizerReport()
+    optimizer_report = OptimizerReport(spec.optimizer)
     optimizers = [
         make_optimizer(
             task,
@@ -385,7 +385,11 @@ def build_training(
         *(pretrained.notes if pretrained is not None else ()),
         *(splits.notes if splits is not None else ()),
         *loss_notes,
-        *describe_scaling(spec),
+        *describe_scaling(
+            spec,
+            {update.name: update.optimizer or spec.optimizer for update in updates} or {"": spec.optimizer},
+            optimizer_report.is_own,
+        ),
         *optimizer_report.notes,
         *(local.notes() if local is not None else ()),
         *((LOCAL_BATCH_NORM,) if has_local_statistics else ()),

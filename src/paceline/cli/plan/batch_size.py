@@ -106,7 +106,7 @@ def batch_size(
     console.print(build_table(results, curve))
     for line in list_findings(results, sweep.target, curve):
         console.print(line, markup=False, soft_wrap=True)
-    best = _choose(sweep, facts, curve, cluster, most_ranks, price) if curve is not None else {}
+    best = _choose(sweep, facts, curve, results, cluster, most_ranks, price) if curve is not None else {}
     for line in describe_choices(best, sweep.batches):
         console.print(line, markup=False, soft_wrap=True)
     _print_published(console, facts, samples)
@@ -208,12 +208,13 @@ def _choose(
     sweep: "Sweep",
     facts: "ModelFacts",
     curve: "ConvergenceCurve",
+    results: "list[BatchResult]",
     cluster: str | None,
     most_ranks: int | None,
     price: float | None,
 ) -> "dict[str, Choice]":
     """Return the best choices that the planner predicts for the cluster."""
-    from paceline.batch_size.choose import list_choices, pick_best
+    from paceline.batch_size.choose import find_candidates, list_choices, pick_best
     from paceline.cli.options.plan_inputs import find_cluster
     from paceline.plan.cost_model.optimizer_state import recipe_of_request
     from paceline.task import has_own_optimizer, load_task
@@ -222,11 +223,12 @@ def _choose(
     own = sweep.launch.ranks or 1
     most = most_ranks or max(own, machine.devices)
     ranks = sorted({own, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
-    batches = (*sweep.batches, 2 * sweep.batches[-1])
     recipe = recipe_of_request(
         sweep.spec, facts, has_own_optimizer(load_task(sweep.spec.task, sweep.spec.set))
     )
-    return pick_best(list_choices(curve, facts, recipe, machine, batches, ranks, None, price))
+    return pick_best(
+        list_choices(curve, facts, recipe, machine, find_candidates(results), ranks, None, price)
+    )
 
 
 def _print_published(console: "Console", facts: "ModelFacts", samples: int) -> None:

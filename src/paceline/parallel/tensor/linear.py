@@ -126,7 +126,9 @@ def build_loss_forward(
         if targets is None:
             return _GatherOutput.apply(_local_linear(module, entered, bias=True), classes, group)
         bias = local_tensor(module.bias) if module.bias is not None else None
-        return chunked_cross_entropy(entered, local_tensor(module.weight), targets, bias, part=part)
+        return chunked_cross_entropy(
+            entered, local_tensor(module.weight), targets, bias, part=part, options=module.options
+        )
 
     return forward
 

@@ -27,10 +27,12 @@ FOR_ANY_OPTIMIZER = {"clip", "clip_value", "agc", "no_agc", "on_nan", "ema", "sw
 
 @dataclass
 class OptimizerReport:
-    """What to report of an optimizer."""
+    """What to report of an optimizer. requested: its options before the batch scaled them."""
 
+    requested: Optimizer
     notes: list[str] = field(default_factory=list)
     lr_group: str = ""  # whose learning rate is shown, if the parameter groups have different ones
+    is_own: bool = False  # whether the task defines the optimizer
 
 
 def make_optimizer(
@@ -77,7 +79,8 @@ def make_optimizer(
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * lr_factor
         if report is not None:
-            report.notes += _ineffective_options(spec, optimizer)
+            report.is_own = True
+            report.notes += _ineffective_options(report.requested, optimizer)
             _report_groups(optimizer, report)
     check_sparse_support(optimizer, sparse)
     return shard_state(optimizer, plan)
