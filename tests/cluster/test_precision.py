@@ -68,8 +68,14 @@ def test_published_peaks() -> None:
 
 def test_units_of_a_cpu() -> None:
     assert choose_by_units({"AMX BF16", "AMX INT8"}).precision == "bf16"
-    for units in (set(), {"AMX INT8"}):
-        assert choose_by_units(units).precision == "fp32"
+    for units, why in (
+        (set(), "no matrix units for bf16, and converts each value"),
+        ({"AMX INT8", "AVX-512"}, "no matrix units for bf16, and converts each value"),
+        ({"AVX-512 BF16"}, "has vector units for bf16 (AVX-512 BF16) but no matrix units"),
+    ):
+        choice = choose_by_units(units)
+        assert choice.precision == "fp32"
+        assert why in choice.why
 
 
 def test_tf32_is_fp32_with_its_key() -> None:

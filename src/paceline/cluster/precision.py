@@ -12,6 +12,7 @@ AUTO = "auto"
 # How much faster products must be: casts, and operations that stay in float32, cost some of the gain.
 MARGIN = 1.5
 MATRIX_BF16 = {"AMX BF16", "SME", "SME2"}  # units of CPUs that multiply matrices in bf16
+VECTOR_BF16 = {"AVX-512 BF16", "BF16"}  # that multiply vectors in it, at most twice as fast as float32
 
 
 class PrecisionChoice(NamedTuple):
@@ -33,10 +34,12 @@ def choose_precision(device: str | None = None) -> PrecisionChoice:
     if cluster.device.kind != "cpu":
         return choose_by_peaks(cluster)
     try:
-        units = {*read_cpu().matrix}
+        cpu = read_cpu()
     except ClusterError:
-        units = set()
-    return choose_by_units(units)
+        return PrecisionChoice(
+            "fp32", "the units of this CPU are unknown; paceline bench compute measures it"
+        )
+    return choose_by_units({*cpu.matrix, *cpu.vector})
 
 
 def choose_by_rates(cluster: Cluster) -> PrecisionChoice | None:
@@ -64,9 +67,15 @@ def choose_by_peaks(cluster: Cluster) -> PrecisionChoice:
 
 
 def choose_by_units(units: set[str]) -> PrecisionChoice:
-    """Return the choice for a CPU by its matrix extensions."""
+    """Return the choice for a CPU by its vector and matrix extensions."""
     if found := sorted(units & MATRIX_BF16):
         return PrecisionChoice("bf16", f"this CPU multiplies matrices in bf16 ({', '.join(found)})")
+    if found := sorted(units & VECTOR_BF16):
+        return PrecisionChoice(
+            "fp32",
+            f"this CPU has vector units for bf16 ({', '.join(found)}) but no matrix units; paceline bench "
+            "compute measures whether bf16 is faster",
+        )
     return PrecisionChoice(
         "fp32", "this CPU has no matrix units for bf16, and converts each value to float32 and back"
     )
