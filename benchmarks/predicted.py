@@ -2,8 +2,9 @@
 
 Without a cluster.json the machine is measured first (paceline bench, one or two minutes for each number of
 ranks). Then each plan is trained for some steps, in turns, and the peak bytes of its tensors are counted on
-each rank. Finally the choice of auto is compared with the best plan. With --json FILE measurements are stored
-there and not repeated; predictions are always computed again.
+each rank. The fastest of its rounds counts, since other programs only add time. Finally the choice of auto is
+compared with the best plan. With --json FILE measurements are stored there and not repeated; predictions are
+always computed again.
 """
 
 import argparse
@@ -168,7 +169,7 @@ def build_rows(case: Case, cluster: Cluster, plans: list[Plan], measurements: Me
                 case,
                 str(plan),
                 cost.step_s,
-                statistics.median(times),
+                min(times),
                 tensor_bytes,
                 max(peaks),
                 is_auto,

@@ -17,7 +17,7 @@ from paceline.errors import PlanError
 from published_cells import NotPredictable
 from published_fit import build_constants, load_fits, store, with_fitted_recipe
 from published_forms import FORMS
-from published_rows import Prediction, Row, predict_row, read
+from published_rows import Prediction, Row, predict_row, read, read_cells
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,13 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="first fit the constants to these files")
     parser.add_argument("--rows", action="store_true", help="print each row with the parts of its prediction")
     options = parser.parse_args()
-    step_files = [path for path in options.files if "row_id" in _header(path)]
+    for path in options.files:
+        if not path.is_file():
+            parser.error(f"no such file: {path}")
+    step_files = [path for path in options.files if _has_steps(path)]
+    for path in options.files:
+        if path not in step_files and _find_form(path) is None:
+            print(f"{path} is left out: it has neither columns of step times nor of single figures")
     if options.fit:
         rows = {_name(path): [row for row in read(path) if isinstance(row, Row)] for path in step_files}
         for excluded, values in store(rows).items():
@@ -59,33 +65,39 @@ def main() -> None:
 
 
 def _name(path: Path) -> str:
-    with path.open(newline="") as lines:
-        return next((row.get("dataset") or path.stem for row in csv.DictReader(lines)), path.stem)
+    return next((row["dataset"] for row in read_cells(path) if row["dataset"]), path.stem)
 
 
 def _header(path: Path) -> list[str]:
-    with path.open(newline="") as lines:
-        return next(csv.reader(lines), [])
+    with path.open(newline="", encoding="utf-8-sig") as lines:
+        return [column.strip() for column in next(csv.reader(lines), [])]
+
+
+def _has_steps(path: Path) -> bool:
+    header = {column.lower() for column in _header(path)}
+    return "row_id" in header or {"n_gpus", "global_batch"} <= header
 
 
 def _find_form(path: Path) -> str | None:
+    """Return the column that shows which single figures a file has, or None for a file of step times."""
     header = _header(path)
     return next((column for column in FORMS if column in header and "row_id" not in header), None)
 
 
 def _score(path: Path) -> File:
-    """Predict the rows of a file, with constants that were fitted without it."""
-    fits = load_fits()
-    values = fits.get(_name(path), fits[""])
-    fitted = build_constants(values)
-    rows = list(read(path))
-    predicted, left_out = [], [row for row in rows if not isinstance(row, Row)]
-    for row in rows:
-        if isinstance(row, Row):
-            try:
-                predicted.append((row, predict_row(with_fitted_recipe(row, values), fitted)))
-            except PlanError as error:
-                left_out.append((row.id, str(error)))
+    """Predict the rows of a file, with constants that were fitted without the data set of each row."""
+    fits = {name: (values, build_constants(values)) for name, values in load_fits().items()}
+    predicted: list[tuple[Row, Prediction]] = []
+    left_out: list[tuple[str, str]] = []
+    for row in read(path):
+        if not isinstance(row, Row):
+            left_out.append(row)
+            continue
+        values, fitted = fits.get(row.file.lower()) or fits.get(path.stem.lower()) or fits[""]
+        try:
+            predicted.append((row, predict_row(with_fitted_recipe(row, values), fitted)))
+        except PlanError as error:
+            left_out.append((row.id, str(error)))
     return File(path.stem, tuple(predicted), tuple(left_out))
 
 
@@ -106,7 +118,7 @@ def print_times(files: Sequence[File]) -> None:
     The baseline is FLOP per step over FLOP/s of the devices, times the constant with the lowest error on
     these rows.
     """
-    rows = []
+    rows, all_deviations = [], []
     for file in files:
         if not (ratios := _ratios(file)):
             continue
@@ -115,15 +127,12 @@ def print_times(files: Sequence[File]) -> None:
             for row, prediction in file.predicted
             if row.step_s
         ]
-        within_bars = [
-            abs(prediction.time.step_s / row.step_s - 1) <= 2 * prediction.time.error
-            for row, prediction in file.predicted
-            if row.step_s
-        ]
+        deviations = _deviations(file)
+        all_deviations += deviations
         errors = f"{_mean_error(ratios):.1%}", f"{fmean(ratios) - 1:+.1%}", f"{_best_constant(baseline):.1%}"
-        rows.append(
-            (file.name, str(len(ratios)), *errors, f"{fmean(within_bars):.0%}", str(len(file.left_out)))
-        )
+        rows.append((file.name, str(len(ratios)), *errors, *_shares(deviations), str(len(file.left_out))))
+    if len(rows) > 1:
+        rows.append(("all", str(len(all_deviations)), "", "", "", *_shares(all_deviations), ""))
     print_table(
         (
             "seconds of a step",
@@ -131,11 +140,27 @@ def print_times(files: Sequence[File]) -> None:
             "mean error",
             "bias",
             "one constant",
-            "within two error bars",
+            "within one error bar",
+            "within two",
             "not predicted",
         ),
         rows,
     )
+
+
+def _deviations(file: File) -> list[float]:
+    """Return how many standard deviations each prediction is away from the measurement."""
+    return [
+        abs(prediction.time.step_s / row.step_s - 1) / prediction.time.error
+        for row, prediction in file.predicted
+        if row.step_s
+    ]
+
+
+def _shares(deviations: Sequence[float]) -> tuple[str, str]:
+    """Return the shares of predictions within one and within two standard deviations."""
+    one, two = (fmean(deviation <= bars for deviation in deviations) for bars in (1, 2))
+    return f"{one:.0%}", f"{two:.0%}"
 
 
 def _ratios(file: File) -> list[float]:

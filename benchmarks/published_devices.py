@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from math import log
 
 from paceline.cluster.published import PublishedRow, sheets
 from published_cells import find_number
@@ -48,12 +49,28 @@ def with_published_device(row: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def find_rates(row: Mapping[str, str]) -> tuple[float, float, float] | None:
-    """Return GB/s of a published device: of its memory, within a node, and between usual nodes."""
-    sheet = find_sheet(row)
+    """Return GB/s of a published device: of its memory, within a node, and between usual nodes.
+
+    An unknown device whose peak a row gives is as the most similar published one.
+    """
+    sheet = find_sheet(row) or _find_similar_sheet(row)
     if sheet is None:
         return None
     across = next(rate for least, rate in NETWORK_GBps if sheet.memory_GBps >= least)
     return sheet.memory_GBps, sheet.link_GBps or PCIE_GBps, across
+
+
+def _find_similar_sheet(row: Mapping[str, str]) -> PublishedRow | None:
+    """Return the published device whose peak and memory are closest to those that a row gives."""
+    peak, memory = find_number(row["peak_TFLOPs_bf16"]), find_number(row["gpu_mem_GB"])
+    if peak is None or memory is None:
+        return None
+
+    def distance(sheet: PublishedRow) -> float:
+        own = sheet.chip.dense.get("bf16", sheet.chip.dense.get("fp16", 0.0)) or 1.0
+        return abs(log(own / peak)) + abs(log(sheet.memory_GB / memory))
+
+    return min(sheets().values(), key=distance)
 
 
 def _flatten(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from paceline.cluster.facts import Cluster, Device, Fact, Link
-from paceline.errors import Error
+from paceline.errors import Error, PlanError
 from paceline.plan.cost_model.constants import Constants
 from paceline.plan.cost_model.cost import CostPart, MemoryCost, TimeCost
 from paceline.plan.cost_model.framework_profiles import Recipe
@@ -22,7 +22,7 @@ from paceline.plan.cost_model.work_split import WorkSplit
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.model.transformer import Transformer
 from paceline.spec import describe_error
-from published_cells import NotPredictable, find_number, read_float, read_int
+from published_cells import NotPredictable, find_number, find_parameters, find_rate, read_float, read_int
 from published_devices import find_rates, strip_maker, with_published_device
 from published_models import build_model
 from published_splits import find_splits
@@ -44,6 +44,20 @@ DEVICES = {
     "V100": (900, 150, 12.5),
     "MI250": (1638, 200, 25),
     "MI300": (5300, 448, 50),
+}
+
+
+# By name in lower case: columns whose names have capital letters.
+COLUMNS = {
+    name.lower(): name
+    for name in (
+        "gpu_mem_GB",
+        "peak_TFLOPs_bf16",
+        "internode_GBps",
+        "measured_TFLOPs_per_gpu",
+        "peak_memory_GB",
+        "MFU",
+    )
 }
 
 
@@ -96,7 +110,14 @@ UNSEEN = {
 def predict_row(row: Row, constants: Constants) -> Prediction:
     """Return the prediction of the fastest split that fits; if none fits, of the split with least memory."""
     rates = device_rates(row.cluster, constants)
-    predictions = [_predict(row, split, rates) for split in row.splits]
+    predictions, reason = [], None
+    for split in row.splits:
+        try:
+            predictions.append(_predict(row, split, rates))
+        except PlanError as error:
+            reason = error
+    if not predictions and reason is not None:
+        raise reason
     partial = [*_partly_recomputed(row, predictions), *_offloaded(row, predictions)]
     if fitting := [item for item in [*predictions, *partial] if item.fits]:
         return min(fitting, key=lambda item: item.time.step_s)
@@ -156,18 +177,27 @@ def _mix(none: Sequence[CostPart], full: Sequence[CostPart], share: float) -> tu
     )
 
 
+def read_cells(path: Path) -> Iterator[Mapping[str, str]]:
+    """Yield the cells of each row, by the names of this project's columns; columns may be missing."""
+    with path.open(newline="", encoding="utf-8-sig") as lines:
+        for number, cells in enumerate(csv.DictReader(lines)):
+            row = defaultdict(str)
+            for key, value in cells.items():
+                if key and isinstance(value, str) and value.strip():
+                    row[COLUMNS.get(key.strip().lower(), key.strip().lower())] = value.strip()
+            row["row_id"] = row["row_id"] or f"{path.stem}#{number}"
+            yield row
+
+
 def read(path: Path) -> Iterator[Row | tuple[str, str]]:
     """Yield rows; for a row that cannot be predicted, its id and the reason."""
-    with path.open(newline="") as lines:
-        for number, cells in enumerate(csv.DictReader(lines)):
-            row = defaultdict(str, {key: value.strip() for key, value in cells.items() if key and value})
-            row["row_id"] = row["row_id"] or f"{path.stem}#{number}"
-            try:
-                yield _parse_row(with_published_device(row))
-            except (NotPredictable, Error) as reason:
-                yield row["row_id"], str(reason)
-            except ValidationError as error:
-                yield row["row_id"], describe_error(error, [])
+    for row in read_cells(path):
+        try:
+            yield _parse_row(with_published_device(row))
+        except (NotPredictable, Error) as reason:
+            yield row["row_id"], str(reason)
+        except ValidationError as error:
+            yield row["row_id"], describe_error(error, [])
 
 
 def _parse_row(row: Mapping[str, str]) -> Row:
@@ -186,8 +216,8 @@ def _parse_row(row: Mapping[str, str]) -> Row:
         step_s=_step_s(row, model, splits[0], tokens),
         memory_bytes=_memory_bytes(row),
         limit_bytes=read_float(row, "gpu_mem_GB") * 2**30,
-        oom=row.get("oom") == "1",
-        gib="gib" in row["notes"].lower(),
+        oom=bool(re.match(r"1|y|t|oom", row["oom"].lower())),
+        gib=_is_in_gib(row),
         group=row.get("rank_group", ""),
         device=row["gpu_type"],
         memory_tool=_memory_tool(row),
@@ -201,12 +231,14 @@ def _model(row: Mapping[str, str], recipe: Recipe) -> Transformer:
 def _cluster(row: Mapping[str, str]) -> Cluster:
     kind = strip_maker(row["gpu_type"])
     name = f"{kind.split('-')[0]}-{row['gpu_mem_GB']}"
-    rates = next((DEVICES[key] for key in DEVICES if name.startswith(key)), None) or find_rates(row)
+    has_bus = re.search(r"PCIE|NVL(?!\d)", kind)  # other cards of the same name
+    common = None if has_bus else next((DEVICES[key] for key in DEVICES if name.startswith(key)), None)
+    rates = common or find_rates(row)
     if rates is None:
         raise NotPredictable(f"memory bandwidth and links of {row['gpu_type']} are unknown")
     memory, node, across = rates
     peak = read_float(row, "peak_TFLOPs_bf16") * 1e12
-    nic = find_number(row["internode_GBps"]) or across
+    nic = find_rate(row["internode_GBps"]) or across
     peaks = {"bf16": peak, "fp16": peak} | (
         {"fp8": 2 * peak} if not kind.startswith(("A100", "V100")) else {}
     )
@@ -255,7 +287,8 @@ def _flops(row: Mapping[str, str], m: Transformer) -> float:
     if "hardware" in convention:  # arXiv 2104.04473, equation 3
         return 96 * s * layers * h**2 * (1 + s / (6 * h) + m.vocab / (16 * layers * h))
     if "2N*S" in convention:  # llm-foundry
-        return 3 * (2 * read_float(row, "n_params") * s + layers * 4 * h * s**2)
+        params = find_parameters(row["n_params"]) or float(m.facts().params)
+        return 3 * (2 * params * s + layers * 4 * h * s**2)
     return m.facts().training_flops
 
 
@@ -267,4 +300,8 @@ def _memory_tool(row: Mapping[str, str]) -> str:
 def _memory_bytes(row: Mapping[str, str]) -> float | None:
     if (peak := find_number(row["peak_memory_GB"])) is None:
         return None
-    return peak * (2**30 if "gib" in row["notes"].lower() else 1e9)
+    return peak * (2**30 if _is_in_gib(row) else 1e9)
+
+
+def _is_in_gib(row: Mapping[str, str]) -> bool:
+    return bool(re.search("gib|mib", f"{row['notes']} {row['peak_memory_GB']}".lower()))

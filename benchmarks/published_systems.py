@@ -20,7 +20,7 @@ from paceline.plan.cost_model.framework_profiles import (
     Recipe,
 )
 from paceline.plan.model.transformer import Transformer
-from published_cells import find_number, whole_number
+from published_cells import find_parameters, whole_number
 from published_devices import is_recent, strip_maker
 
 # Names of low precisions, the most specific first; a name of several words may have any separators.
@@ -44,10 +44,12 @@ def find_recipe(row: Mapping[str, str]) -> Recipe:
     if "deepspeed" in text and row["zero_stage"].startswith("3"):
         recipe = DEEPSPEED
     elif re.search(r"maxtext|paxml", f"{text} {row['model'].lower()}"):
-        recipe = MAXTEXT
-    elif re.search(r"\bnemo\b|bridge|dgxc", text):
+        recipe = replace(MAXTEXT, native_attention="dgxc" in text)
+    elif re.search(r"\bnemo\b|bridge|dgxc|mlperf", text):
         # Megatron recomputes norms and activations alone since 2025.
         recipe = NEMO if "bridge" in text else replace(NEMO, selective="core")
+        # cuDNN 9 since the end of 2024
+        recipe = replace(recipe, native_attention=bool(re.search("bridge|dgxc", text)))
         # Megatron-FSDP scatters gradients in each micro-batch.
         recipe = replace(recipe, whole_gradients="fsdp" not in text)
     elif "fsdp" in text or "torchtitan" in text:
@@ -82,7 +84,7 @@ def find_recipe(row: Mapping[str, str]) -> Recipe:
     if "zero bubble" in text:
         recipe = replace(recipe, gradient=2.0, scatter=False, sequence=False)
     if "<=18b" in text:  # according to the notes of Narayanan et al.
-        recipe = replace(recipe, overlaps_data=(find_number(row["n_params"]) or 0.0) <= 1.9e10)
+        recipe = replace(recipe, overlaps_data=(find_parameters(row["n_params"]) or 0.0) <= 1.9e10)
     return recipe
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.cluster.published import find
 from paceline.errors import PlanError, SpecError
-from paceline.plan.cost_model.framework_profiles import NEMO, PACELINE
+from paceline.plan.cost_model.framework_profiles import NEMO, NEMO_FUSED, PACELINE
 from paceline.plan.cost_model.memory import predict_memory
 from paceline.plan.cost_model.rates import device_rates
 from paceline.plan.cost_model.step_time import predict_time
@@ -34,6 +34,13 @@ PUBLISHED = [
     ("llama4-maverick", 400, 17),
     ("grok-1", 314, 86),
     ("nemotron-3-nano", 31.6, 3.2),
+    ("nemotron-3-super", 120.6, 12.7),
+    ("glm-4.5-air", 106.9, 12.2),
+    ("minimax-m2", 229, 10),
+    ("dbrx", 132, 36),
+    ("qwen2.5-72b", 72.7, 72.7),
+    ("gemma3-27b", 27.0, 27.0),
+    ("falcon-180b", 179, 179),
     ("nemotron-h-8b", 8.1, 8.1),
     ("nemotron-h-56b", 56, 56),
     ("nemotron4-15b", 15.6, 15.6),
@@ -73,6 +80,36 @@ def test_flops_of_latent_attention():
     assert block.product_flops == 2 * facts.tokens * weights
     keys_and_values = 2 * facts.tokens**2 * 128 * ((128 + 64) + 128)
     assert block.attention_flops == keys_and_values
+
+
+def test_separate_operations_of_experts_take_time_unless_fused():
+    """Megatron-Core adds biases expert by expert and clamps in operations of their own."""
+    split = WorkSplit(dp=16, ep=16, micro_batch=1, microbatches=1)
+    plain = load_model("gpt-oss-20b", bias=False, clamped=False)
+    for recipe, slower in ((NEMO, 1.2), (NEMO_FUSED, 1.0)):
+        times = [
+            time_parts(facts, split, recipe)["other operations"]
+            for facts in (load_model("gpt-oss-20b"), plain)
+        ]
+        assert times[0] >= slower * times[1]
+        assert times[0] < 1.03 * times[1] or recipe is NEMO
+
+
+def test_waiting_for_experts_stops_growing_but_for_those_of_a_rank():
+    def other(experts, ep):
+        facts = load_model("qwen3-30b-a3b", experts=experts, seq=256)
+        return time_parts(facts, WorkSplit(dp=16, ep=ep), NEMO)["other operations"]
+
+    assert other(128, 16) == pytest.approx(other(256, 16), rel=0.01)
+    assert other(256, 1) > 1.5 * other(128, 1) > 1.5 * other(32, 1)
+
+
+def test_native_attention_is_faster_on_hopper_only():
+    facts, split = load_model("llama3-8b"), WorkSplit(dp=16)
+    older = replace(NEMO, native_attention=False)
+    for cluster, ratio in (("h100:8x2@50", 1.515 / 1.169), ("a100-80g:8x2@25", 1.0)):
+        slow, fast = (time_parts(facts, split, recipe, cluster)["attention"] for recipe in (older, NEMO))
+        assert slow / fast == pytest.approx(ratio)
 
 
 def test_first_layers_and_every_second_layer_are_dense():

@@ -16,7 +16,7 @@ def test_measurements_file(tmp_path):
         ROW,
         ROW | {"row_id": "mine#2", "hidden": "", "n_params": "", "model": "GPT"},
         ROW | {"row_id": "mine#3", "ep": "8"},
-        ROW | {"row_id": "mine#4", "gpu_type": "abacus"},
+        ROW | {"row_id": "mine#4", "gpu_type": "abacus", "peak_TFLOPs_bf16": ""},
         ROW | {"row_id": "mine#6", "kv_heads": "5"},
         ROW | {"row_id": "mine#7", "tp": "16"},
         ROW | {"row_id": "mine#5", "micro_batch": "", "recompute": ""},
@@ -40,4 +40,5 @@ def test_measurements_file(tmp_path):
     assert "not predicted: mine#3: the sizes of the experts are missing" in done.stdout
     assert "not predicted: mine#6: heads=64 is not divisible by kv_heads=5" in done.stdout
     assert "not predicted: mine#7" not in done.stdout
+    assert "within one error bar | within two" in done.stdout
     assert "not predicted: mine#4: memory bandwidth and links of abacus are unknown" in done.stdout

@@ -21,6 +21,7 @@ CASES: dict[str, tuple[dict[str, str], float, float]] = {
     "experts with ep": ({"model": "mistralai/Mixtral-8x7B-Instruct-v0.1", "ep": "8"}, 12.9, 64 * 989),
     "unknown model": ({"model": "Phantom-13B", "n_params": "1.3e10"}, 13, 64 * 989),
     "unknown model, name only": ({"model": "Phantom 7B chat"}, 7, 64 * 989),
+    "H100": (LLAMA, 8.0, 64 * 989),
     "H200": (LLAMA | {"gpu_type": "NVIDIA H200"}, 8.0, 64 * 989),
     "GB300": (LLAMA | {"gpu_type": "GB300"}, 8.0, 64 * 2500),
     "B300": (LLAMA | {"gpu_type": "HGX B300"}, 8.0, 64 * 2250),
@@ -42,6 +43,24 @@ CASES: dict[str, tuple[dict[str, str], float, float]] = {
         64 * 989,
     ),
     "numbers with separators": (LLAMA | {"global_batch": "1,024"}, 8.0, 64 * 989),
+    "units": (
+        LLAMA | {"n_gpus": "64 GPUs", "seq_len": "4k", "internode_GBps": "400 Gb/s", "gpu_mem_GB": "80 GiB"},
+        8.0,
+        64 * 989,
+    ),
+    "no sequence length": ({"model": "Phantom 7B", "seq_len": ""}, 7, 64 * 989),
+    "release": ({"model": "Llama-3.3-70B-Instruct"}, 70.6, 64 * 989),
+    "experts by name only": ({"model": "Phantom-MoE-100B-A10B"}, 10, 64 * 989),
+    "latent experts": ({"model": "Nemotron 3 Super", "ep": "8"}, 12.7, 64 * 989),
+    "windows": ({"model": "google/gemma-3-27b-it"}, 27, 64 * 989),
+    "only heads": ({"model": "Phantom 13B", "heads": "40", "tp": "4"}, 13, 64 * 989),
+    "unknown device": (
+        LLAMA | {"gpu_type": "X900", "gpu_mem_GB": "80", "peak_TFLOPs_bf16": "989"},
+        8.0,
+        64 * 989,
+    ),
+    "pp from the others": (LLAMA | {"tp": "2", "dp": "16", "cp": "1"}, 8.0, 64 * 989),
+    "steps of another stage": (LLAMA | {"zero_stage": "ZeRO-2", "recompute": "Full"}, 8.0, 64 * 989),
 }
 
 
@@ -63,6 +82,7 @@ def test_invented_rows_are_priced(columns: str, tmp_path: Path) -> None:
     names = list(ROW) if columns == "all" else sorted({key for row in rows for key in row})
     found = predict(rows, names, tmp_path)
     assert set(found) == set(CASES)
+    assert found["units"]["predicted_step_time_s"] == found["H100"]["predicted_step_time_s"]
     for name, (cells, params, peak) in CASES.items():
         batch = int(cells.get("global_batch", "256").replace(",", ""))
         ideal_s = 6 * params * 1e9 * 4096 * batch / (peak * 1e12)
@@ -73,7 +93,12 @@ def test_invented_rows_are_priced(columns: str, tmp_path: Path) -> None:
 def test_contradicting_rows_are_left_out_with_a_reason(tmp_path: Path) -> None:
     rows = [
         BASE | LLAMA | cells | {"row_id": name}
-        for name, cells in {"heads": {"heads": "7"}, "axes": {"tp": "7"}, "right": {}}.items()
+        for name, cells in {
+            "heads": {"heads": "7"},
+            "axes": {"tp": "7"},
+            "slice": {"model": "Grok-1 (reduced layers)"},
+            "right": {"oom": "yes"},
+        }.items()
     ]
     assert list(predict(rows, list(ROW), tmp_path)) == ["right"]
 

@@ -18,6 +18,8 @@ TILE_ROWS, TILE_COLUMNS = 128, 256
 NARROW_SIDE, VECTOR_RATE = 8, 1 / 16
 SPLIT_INNER = 512  # minimum inner elements of a multiprocessor if several share a tile
 PROLOGUE_INNER = 64  # inner elements before a tile computes at its full rate
+# Kernels, those of 128 experts, that take as long as a rank waits; how many times its own kernels count.
+WAITED_KERNELS, OWN_KERNELS = 512, 8
 # Relative to the forward pass: a norm and an activation read their input again, a residual sum reads nothing.
 BACKWARD_TRAFFIC = 1.75
 
@@ -77,11 +79,13 @@ def compute_block_time(
             weights += product_s(rates, dtype, k, n, m, count, moved) / speed
     attention = sum(_attention_s(rates, recipe, call, tp, cp, micro_batch) for call in block.attention)
     traffic, scores = _traffic_bytes(recipe, block, tp, cp, micro_batch)
+    if not recipe.fused_experts:
+        traffic += block.expert_traffic.bytes(recipe.stream, recipe.element, tp) * micro_batch
     if recipe.is_low and not head:  # inputs and weights are cast, and their maxima computed
         traffic += recipe.cast_traffic * micro_batch / tp * _cast_elements(recipe, block)
     moved = traffic / cp / rates.memory_Bps
     core = 0.0 if recipe.fused else scores / cp / rates.memory_Bps
-    launches = block.kernels + (0.0 if recipe.fused_experts else block.expert_kernels)
+    launches = block.kernels + (0.0 if recipe.fused_experts else _expert_launches(block, key.ep))
     kernels = launches * rates.constants.launch_s
     recomputed = recipe.recompute_shares(recompute if block.boundary and "full" in block.saved else "none")
     attention_s = attention + core
@@ -141,6 +145,15 @@ def _compute_block_time_on_cpu(
         flops=3 * block.flops * key.micro_batch / ranks,
         recompute_flops=_recompute_flops(block, recomputed) * key.micro_batch / ranks,
     )
+
+
+def _expert_launches(block: BlockFacts, ep: int) -> float:
+    """Return the kernels that a rank launches, or waits for, because a block has experts.
+
+    Trainings with 128 experts waited equally long with 2 and with 16 of them on a rank: for sorting, counting
+    and padding of tokens, which does not grow with more experts, while their own kernels do.
+    """
+    return min(block.expert_kernels, max(WAITED_KERNELS, OWN_KERNELS * block.expert_kernels / ep))
 
 
 def _cast_elements(recipe: Recipe, block: BlockFacts) -> float:
@@ -230,13 +243,18 @@ def _attention_s(
             * call.slice_imbalance(cp)
             * micro_batch
             / (tp * cp)
-            / (rate * rates.clock * rates.device.forward * recipe.attention * small)
+            / (rate * rates.clock * rates.device.forward * _attention_speed(rates, recipe) * small)
         )
     dtype = recipe.wide_dtype
     queries = call.queries * call.slice_imbalance(cp) / cp
     return product_s(rates, dtype, queries, call.keys, call.head_dim, heads) + product_s(
         rates, dtype, queries, call.head_dim, call.keys, heads
     )
+
+
+def _attention_speed(rates: DeviceRates, recipe: Recipe) -> float:
+    """Return the speed of a system's attention relative to FlashAttention-2."""
+    return rates.device.native if recipe.native_attention and rates.device.native else recipe.attention
 
 
 def _attention_backward_s(rates: DeviceRates, recipe: Recipe, forward_s: float) -> float:

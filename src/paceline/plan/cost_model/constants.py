@@ -20,7 +20,8 @@ class Architecture:
 
     product: large matrix products in a long training; product_fp8, product_fp4: the same relative to
     the peaks in 8 and 4 bits.
-    forward, backward: fused attention; backward counts 5 products for 2 of the forward pass. units:
+    forward, backward: fused attention; backward counts 5 products for 2 of the forward pass. native: speed of
+    kernels that were written for this architecture, relative to those; 0 if there are none. units:
     multiprocessors.
     memory: share of the peak bandwidth that elementwise kernels reach.
     node: share of the links inside a node that large collectives reach, if it differs from that of others.
@@ -34,9 +35,10 @@ class Architecture:
     units: int
     product_fp8: float = 0.5
     product_fp4: float = 0.4
-    memory: float = 0.844
+    memory: float = 0.84
     W_for_flops: float = 0.0
     node: float | None = None
+    native: float = 0.0
     basis: Basis = "published"
 
     def share(self, dtype: str) -> float:
@@ -58,11 +60,11 @@ class Constants:
 
     architectures: Mapping[str, Architecture]
     node: float = 0.78
-    across: float = 0.743
+    across: float = 0.741
     node_s: float = 30e-6
     hop_s: float = 40e-6
     step_s: float = 6e-6
-    hidden: float = 0.594
+    hidden: float = 0.586
     one_rail: float = 0.65
     launch_s: float = 3e-6
     host_s: float = 6e-6
@@ -75,11 +77,13 @@ class Constants:
 # product: A100 0.80 of sweeps at 0.87 (stas00/ml-engineering, MAMF), 241 to 255 of 312 TFLOP/s in the shapes
 # of a transformer (EleutherAI/cookbook); H100 0.80 of the best shape only, and less if power is the limit.
 # forward, backward: FlashAttention-2 (Dao 2023, arXiv 2307.08691, figures 4 and 5; on H100 35 %, Shah et al.
-# 2024, arXiv 2407.08608).
-AMPERE = Architecture(0.775, 0.499, 0.454, 108, basis="fitted")
-HOPPER = Architecture(0.606, 0.318, 0.272, 132, product_fp8=0.52, W_for_flops=700 / 989.4e12, basis="fitted")
+# 2024, arXiv 2407.08608). native: cuDNN 9 and FlashAttention-3 (the latter, figures 5 and 6).
+AMPERE = Architecture(0.775, 0.508, 0.462, 108, basis="fitted")
+HOPPER = Architecture(
+    0.606, 0.323, 0.277, 132, product_fp8=0.513, W_for_flops=700 / 989.4e12, native=1.515, basis="fitted"
+)
 BLACKWELL = Architecture(
-    0.518, 0.50, 0.425, 148, product_fp8=0.495, product_fp4=0.392, node=0.588, basis="fitted"
+    0.52, 0.50, 0.425, 148, product_fp8=0.446, product_fp4=0.363, node=0.58, basis="fitted"
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     "V100": Architecture(0.75, 0.35, 0.30, 80),

@@ -47,6 +47,7 @@ class Recipe:
     fused_experts: the products of all experts are one kernel, which also computes their activations and
     casts. graphs: the host starts a whole step at once (CUDA graphs).
     fused: attention without its scores in memory. attention: its speed relative to FlashAttention-2.
+    native_attention: on devices that have them, kernels written for their architecture instead.
     fused_gate: the activation of a gate and its product are one kernel, which keeps only its inputs.
     elementwise: memory traffic of other operations, relative to kernels that are fused as in Megatron.
     loss: bytes per logit at the peak: itself, in float32, as log-probability, and its gradients.
@@ -92,6 +93,7 @@ class Recipe:
     fused: bool = True
     fused_gate: bool = False
     attention: float = 1.0
+    native_attention: bool = False
     selective: str = "products"
     sequence: bool = False
     sequence_with_cp: bool = True
@@ -234,14 +236,15 @@ BIGSCIENCE = replace(MEGATRON_DEEPSPEED, name="bigscience", products=0.885, elem
 NEMO = replace(
     MEGATRON_CORE,
     name="nemo",
-    products=1.139,
-    grouped=0.79,
-    attention=1.153,
+    products=1.135,
+    grouped=0.792,
+    attention=1.169,
+    native_attention=True,
     merge=12.0,
     gradient=2.0,
     reduce=2.0,
-    elementwise=0.8,
-    cast_traffic=2.941,
+    elementwise=0.812,
+    cast_traffic=2.95,
     overlaps_tensor=0.74,
     selective="products",
     loss=4.0,
@@ -266,7 +269,7 @@ MEGATRON_PLAIN = replace(
     loss=4.0,
 )
 # MaxText and PaxML: XLA compiles the step; weights are sharded, and gathered for each layer
-MAXTEXT = replace(FSDP_COMPILED, name="maxtext", products=1.139, attention=1.153)
+MAXTEXT = replace(FSDP_COMPILED, name="maxtext", products=1.135, attention=1.169, native_attention=True)
 
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe

@@ -163,7 +163,8 @@ class BlockFacts:
     dispatched: elements that a forward pass sends to experts, and back; copies: experts of a token.
     saved: by recompute, what the forward pass keeps for the backward pass; core, gate: what attention and a
     gate's activation without fused kernels add to `none`. traffic: what operations other than products and
-    attention read and write in a forward pass.
+    attention read and write in a forward pass; expert_traffic: of experts, in addition, if no kernel fuses
+    them.
     boundary: elements of the block's output. sums: all-reduces of its output under tensor parallelism,
     forward.
     kernels: operations launched forward, besides `expert_kernels`, which are divided with the experts.
@@ -186,6 +187,7 @@ class BlockFacts:
     core: TensorVolume = NOTHING
     gate: TensorVolume = NOTHING
     traffic: TensorVolume = NOTHING
+    expert_traffic: TensorVolume = NOTHING
     boundary: float = 0.0
     sums: float = 0.0
     kernels: int = 10

@@ -23,6 +23,21 @@ CONVNETS: Mapping[str, Callable[[str], ModelFacts]] = {
     "efficientnet-b4": lambda name: efficientnet(name, 1.4, 1.8, 380),
     "efficientnet-b7": lambda name: efficientnet(name, 2.0, 3.1, 600),
 }
+# Other names of the same numbers.
+RELEASES = {
+    **{f"llama3.{release}-{size}": f"llama3-{size}" for release in "13" for size in ("8b", "70b", "405b")},
+    **{f"qwen2-{size}": f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "7b", "72b")},
+    "llama-30b": "llama-33b",
+    "deepseek-v3.1": "deepseek-v3",
+    "deepseek-r1": "deepseek-v3",
+    "glm-4.6": "glm-4.5",
+    "bloom": "bloom-176b",
+    "mt-nlg": "mt-nlg-530b",
+    "kimi-k2.5": "kimi-k2",
+    "nemotron-8b": "nemotron3-8b",
+    "nemotron-15b": "nemotron4-15b",
+    "nemotron-340b": "nemotron4-340b",
+}
 ALIASES = {
     "gpt3": "gpt3-175b",
     "gpt2-small": "gpt2",
@@ -30,6 +45,7 @@ ALIASES = {
     "vit-l": "vit-l16",
     "bert": "bert-base",
     "resnet-50": "resnet50",
+    **RELEASES,
 }
 
 

@@ -34,7 +34,9 @@ class Transformer(Value):
     sequences of `seq`.
     experts: of each of the layers with experts, `active_experts` of them per token, each of width
     `expert_ffn` (None: `ffn`), and `shared_ffn` for all tokens. dense_layers: the first layers, which have
-    none; expert_every: of the others, each such layer has experts, the rest is dense.
+    none; expert_every: of the others, each such layer has experts, the rest is dense. expert_hidden: width of
+    the latent vectors that experts see instead of the stream (None: `hidden`). clamped: what enters the gate
+    of an expert is clamped.
     full_every: with a window, each such layer sees all tokens.
     kv_rank: makes it latent attention (arXiv 2405.04434, section 2.1): width of the latent keys and values;
     q_rank: of the queries, or None; rope_dim: rotary part of a head's keys, in addition to `head_dim`.
@@ -57,6 +59,8 @@ class Transformer(Value):
     experts: int = Field(1, ge=1)
     active_experts: int = Field(1, ge=1)
     expert_ffn: int | None = Field(None, ge=1)
+    expert_hidden: int | None = Field(None, ge=1)
+    clamped: bool = False
     shared_ffn: int = Field(0, ge=0)
     dense_layers: int = Field(0, ge=0)
     expert_every: int = Field(1, ge=1)

@@ -14,6 +14,11 @@ from paceline.plan.model.facts import NOTHING, Attention, BlockFacts, Product, T
 if TYPE_CHECKING:
     from paceline.plan.model.transformer import Transformer
 
+# Elements of 16 bits that separate operations of experts move forward, for each element that they change.
+# With the backward pass (compute_time.BACKWARD_TRAFFIC), a bias moves 68 bytes, since it is added expert by
+# expert in float32, and a clamp 18 (Megatron-Core of 2026: TEGroupedMLP._apply_bias,
+# weighted_bias_quick_geglu_impl).
+BIAS_MOVES, CLAMP_MOVES = 12.4, 3.3
 STATE_CHUNK = 256  # tokens of a chunk of the scan (arXiv 2405.21060, section 6)
 
 
@@ -37,6 +42,7 @@ def join_parts(name: str, m: Transformer, *parts: BlockFacts) -> BlockFacts:
         core=sum_volumes(part.core for part in parts),
         gate=sum_volumes(part.gate for part in parts),
         traffic=sum_volumes(part.traffic for part in parts),
+        expert_traffic=sum_volumes(part.expert_traffic for part in parts),
         boundary=float(m.hidden * m.seq),
         sums=sum(part.sums for part in parts),
         kernels=sum(part.kernels for part in parts),
@@ -178,37 +184,46 @@ def feed_forward_part(m: Transformer, width: int) -> BlockFacts:
 
 
 def expert_part(m: Transformer) -> BlockFacts:
-    """Return a feed-forward part of experts, with those that all tokens use."""
+    """Return a feed-forward part of experts, with those that all tokens use.
+
+    Latent experts see a projection of the stream, and their sum is projected back.
+    """
     h, s, gates, active = m.hidden, m.seq, 1 + m.gated, m.active_experts
-    width, shared = m.expert_ffn or m.wide, m.shared_ffn
-    biases = (gates * width, h) if m.bias else (0, 0)
-    experts = (gates + 1) * h * width * m.experts
+    width, shared, seen = m.expert_ffn or m.wide, m.shared_ffn, m.expert_hidden or m.hidden
+    biases = (gates * width, seen) if m.bias else (0, 0)
+    experts = (gates + 1) * seen * width * m.experts
     split = experts + biases[0] + (gates + 1) * h * shared
     everywhere = (
         (Product(s, gates * shared, h, 1, "columns"), Product(s, h, shared, 1, "inner")) if shared else ()
     )
+    latent = (Product(s, seen, h), Product(s, h, seen)) if m.expert_hidden else ()
     used = active * width + shared
+    inputs = (active * seen + (shared > 0) * h) * s
     return BlockFacts(
         name="experts",
-        params=split + biases[1] + h * m.experts + m.norm_params,
+        params=split + biases[1] + h * m.experts + m.norm_params + 2 * h * seen * bool(latent),
         split_params=split,
         expert_params=experts,
-        dispatched=2.0 * active * h * s,
+        dispatched=2.0 * active * seen * s,
         copies=active,
         products=(
-            Product(s, gates * width, h, active, "columns", m.experts),
-            Product(s, h, width, active, "inner", m.experts),
+            Product(s, gates * width, seen, active, "columns", m.experts),
+            Product(s, seen, width, active, "inner", m.experts),
             *everywhere,
+            *latent,
         ),
         saved={
-            "none": TensorVolume(h * s, (active + (shared > 0)) * h * s, (2 + m.gated) * used * s),
-            "selective": TensorVolume(0.0, (active + (shared > 0)) * h * s, gates * used * s),
-            "half": TensorVolume(0.0, active * h * s, used * s),
+            "none": TensorVolume(h * s, inputs, (2 + m.gated) * used * s),
+            "selective": TensorVolume(0.0, inputs, gates * used * s),
+            "half": TensorVolume(0.0, active * seen * s, used * s),
         },
         gate=TensorVolume(split=float(m.gated * used * s)),
         # rows are sorted by expert, sent, and summed again
         traffic=_norm_and_sum(m, 1).plus(
-            TensorVolume(whole=4.0 * active * h * s, split=float((2 + m.gated) * used * s))
+            TensorVolume(whole=4.0 * active * seen * s, split=float((2 + m.gated) * used * s))
+        ),
+        expert_traffic=TensorVolume(
+            split=active * s * (BIAS_MOVES * m.bias * seen + CLAMP_MOVES * m.clamped * gates * width)
         ),
         sums=1,
         kernels=10 + 4 * m.gated + 20,
