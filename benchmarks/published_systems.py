@@ -48,8 +48,8 @@ def find_recipe(row: Mapping[str, str]) -> Recipe:
     elif re.search(r"\bnemo\b|bridge|dgxc|mlperf", text):
         # Megatron recomputes norms and activations alone since 2025.
         recipe = NEMO if "bridge" in text else replace(NEMO, selective="core")
-        # cuDNN 9 since the end of 2024
-        recipe = replace(recipe, native_attention=bool(re.search("bridge|dgxc", text)))
+        # cuDNN 9 since the end of 2024; MLPerf had it before
+        recipe = replace(recipe, native_attention=bool(re.search("bridge|dgxc|mlperf", text)))
         # Megatron-FSDP scatters gradients in each micro-batch.
         recipe = replace(recipe, whole_gradients="fsdp" not in text)
     elif "fsdp" in text or "torchtitan" in text:
