@@ -18,8 +18,9 @@ from typing import Any
 
 from paceline.tuning.definition import Search, StudyDefinition
 from paceline.tuning.journal import Finished, Launched, Reached, StudyState, Suggested
+from paceline.tuning.parameter import parse_parameter
 from paceline.tuning.samplers.table import SAMPLERS
-from paceline.tuning.space import build_space, parse_parameter
+from paceline.tuning.space import build_space
 
 Table = Mapping[str, Mapping[str, Sequence[float]]]  # measured values of a cell, by metric
 

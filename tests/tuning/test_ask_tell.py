@@ -43,6 +43,29 @@ def test_interrupted_loop_continues_with_the_same_trials(tmp_path):
     assert [trial.state for trial in read_state(journal).trials.values()] == ["complete"] * 6
 
 
+def test_trial_with_a_recorded_result_is_not_repeated(tmp_path):
+    journal = tmp_path / "study.jsonl"
+    for trial in paceline.tune(SPACE, trials=2, journal=journal):
+        trial.report(loss=loss_of(trial))
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:-1]))
+    search = paceline.tune(SPACE, trials=2, journal=journal)
+    assert list(search) == []
+    assert [trial.number for trial in search.trials] == [0, 1]
+
+
+def test_journal_of_another_process_or_search_is_refused(tmp_path):
+    journal = tmp_path / "study.jsonl"
+    for trial in paceline.tune(SPACE, trials=2, journal=journal):
+        trial.report(loss=loss_of(trial))
+        with pytest.raises(RunError, match="is used by another process"):
+            next(iter(paceline.tune(SPACE, trials=2, journal=journal)))
+    with pytest.raises(RunError, match=r"values outside of the space of paceline.tune\(\)"):
+        paceline.tune({"x": "float:90:91"}, journal=journal)
+    with pytest.raises(RunError, match="has no accuracy; use another journal"):
+        paceline.tune(SPACE, "max accuracy", journal=journal)
+
+
 def test_trials_without_a_finite_result_fail():
     search = paceline.tune({"x": [1, 2, 3]}, sampler="grid")
     for trial in search:

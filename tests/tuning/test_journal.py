@@ -79,6 +79,19 @@ def test_damaged_and_unknown_lines_are_counted(journal):
     assert state.events == EVENTS
 
 
+def test_lost_lines_leave_no_trial_without_a_result(journal):
+    """Without its result, a trial is not complete. The number of a lost trial is that of the next new one."""
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:2] + lines[3:]))
+    state = read_state(journal)
+    assert (state.trials[0].state, state.skipped, state.next_number) == ("running", 1, 2)
+    journal.write_bytes(b"".join(lines[1:]))
+    state = read_state(journal)
+    assert (list(state.trials), state.skipped, state.next_number) == ([1], 4, 0)
+    journal.write_bytes(b"".join([*lines, lines[3]]))
+    assert (read_state(journal).events, read_state(journal).skipped) == (EVENTS, 1)
+
+
 def test_writer_removes_half_a_line_of_a_controller_that_died(journal):
     with open(journal, "ab") as file:
         file.write(b'{"event":"finished","tri')

@@ -21,9 +21,10 @@ from paceline.spec import build
 from paceline.tuning.definition import Search, StudyDefinition
 from paceline.tuning.journal import Exploited, read_state
 from paceline.tuning.objectives import StudyObjective
+from paceline.tuning.parameter import parse_parameter
 from paceline.tuning.schedulers.median_rule import EvaluationCurve, is_hopeless
 from paceline.tuning.schedulers.population import perturb
-from paceline.tuning.space import build_space, parse_parameter
+from paceline.tuning.space import build_space
 
 LENGTH = ("--batch", "16", "--steps", "6", "--device", "cpu", "--set", "validation=20", "--set", "samples=40")
 

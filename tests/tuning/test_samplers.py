@@ -9,8 +9,9 @@ from paceline.errors import SpecError
 from paceline.tuning.definition import Search, StudyDefinition
 from paceline.tuning.journal import Finished, Launched, Reached, StudyState, Suggested
 from paceline.tuning.optuna_needs import NEEDS, check_sampler
+from paceline.tuning.parameter import parse_parameter
 from paceline.tuning.samplers.table import SAMPLERS
-from paceline.tuning.space import build_space, parse_parameter
+from paceline.tuning.space import build_space
 
 RANGES = {"x": "float:-5:5", "rate": "log:1e-4:1", "depth": "int:1:9", "kind": "a,b,c if depth>3"}
 

@@ -6,8 +6,9 @@ import math
 import pytest
 
 from paceline.errors import SpecError
+from paceline.tuning.parameter import Parameter, parse_parameter
 from paceline.tuning.samplers.table import scrambled_radical_inverse
-from paceline.tuning.space import Parameter, Space, build_space, parse_parameter
+from paceline.tuning.space import Space, build_space
 
 
 def parse(text, annotation=float, name="x") -> Parameter:
@@ -86,6 +87,8 @@ def test_choices(text, choices):
         ("float:1e999:2", float, "begin with its smaller end"),
         ([], str, "has no values"),
         ([[1]], str, "a choice must be a number or a text"),
+        ("1,inf", float, "a choice must be finite, got inf"),
+        ("int:0:1e30", int, "integers must be from -2^53 to 2^53"),
     ],
     ids=str,
 )
@@ -94,6 +97,31 @@ def test_wrong_ranges_are_refused(text, annotation, sentence):
         parse(text, annotation)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "annotation", "values"),
+    [
+        ("int:1:10:4", int, [1, 5, 9]),
+        ("float:0:1:0.3", float, [0, 0.3, 0.6, 0.9]),
+        ("float:0:0.3:0.1", float, [0, 0.1, 0.2, 0.3]),
+    ],
+)
+def test_range_ends_at_the_last_value_that_its_step_reaches(text, annotation, values):
+    parameter = parse(text, annotation)
+    assert list(parameter.iterate_values()) == values
+    assert parameter.extremes() == [values[0], values[-1]]
+    assert {*spread(parameter)} == {*values}
+    assert all(map(parameter.contains, values))
+    assert not any(map(parameter.contains, (values[-1] + 0.05, values[1] - 0.05, True, "0")))
+
+
+def test_wide_range_of_integers_is_not_listed():
+    parameter = parse("int:0:2147483647", int)
+    assert parameter.count_values() == 2**31
+    assert (parameter.from_unit(0.0), parameter.from_unit(1 - 2**-53)) == (0, 2**31 - 1)
+    with pytest.raises(SpecError, match="more than 1,000,000 combinations"):
+        build_space([parameter]).count_grid()
 
 
 def conditional_space() -> Space:
@@ -116,6 +144,14 @@ def test_conditions_follow_the_values_of_other_parameters():
         assert ("shape" in values) == (values.get("depth", 0) >= 2)
 
 
+def test_values_with_which_a_parameter_applies():
+    space = conditional_space()
+    for parameter in space.parameters:
+        values = space.find_condition_values(parameter)
+        assert parameter.condition is None or parameter.condition.holds(values)
+    assert space.find_condition_values(space.parameters[-1]) == {"width": 32, "depth": 3}
+
+
 def test_grid_has_each_combination_once():
     found = list(conditional_space().list_grid())
     expected = [{"width": 8}, {"width": 16}, {"width": 32, "depth": 1}]
@@ -135,8 +171,10 @@ def test_grid_needs_steps():
     [
         ([("x", "1,2 if y>1")], "names no parameter of the space; available: x"),
         ([("x", "1,2 if y>1"), ("y", "1,2 if x>1")], "refers to itself"),
+        ([("x", "1,2 if y>8"), ("y", "int:1:8")], "its condition y>8 never holds, since y is int:1:8:1"),
+        ([("x", "1,2 if y==2"), ("y", "int:1:8:2")], "its condition y==2 never holds, since y is int:1:7:2"),
     ],
-    ids=["unknown", "circle"],
+    ids=["unknown", "circle", "never", "step"],
 )
 def test_wrong_conditions_are_refused(parameters, sentence):
     with pytest.raises(SpecError, match=sentence):

@@ -435,8 +435,8 @@ def test_task_of_another_user_is_not_imported(study, tmp_path):
     text = (theirs / "study.toml").read_text()
     (theirs / "study.toml").write_text(re.sub(r'task = ".*"', f'task = "{code}:Regression"', text))
     os.chown(theirs / "study.toml", 12345, -1)
-    for command in ("show", "report"):
-        refused = paceline(command, theirs, at=tmp_path)
+    for words in (("show", theirs), ("report", theirs), ("tune", theirs, "--resume")):
+        refused = paceline(*words, at=tmp_path)
         assert refused.status == 2
         assert "study.toml belongs to user 12345, whose task would run" in refused.err
         assert not (tmp_path / "imported").exists()

@@ -23,9 +23,10 @@ from paceline.tuning.journal import (
     read_state,
 )
 from paceline.tuning.optuna_needs import NEEDS, check_sampler
-from paceline.tuning.report.results import find_front
+from paceline.tuning.parameter import parse_parameter
+from paceline.tuning.report.results import check_values, find_front
 from paceline.tuning.samplers.table import SAMPLERS
-from paceline.tuning.space import build_space, parse_parameter
+from paceline.tuning.space import build_space
 
 
 @dataclass
@@ -56,7 +57,20 @@ class Tuning:
 
     def __init__(self, definition: StudyDefinition, journal: Path | None):
         self._definition, self._journal = definition, journal
-        self._state = read_state(journal) if journal is not None else StudyState()
+        self._state = StudyState()
+        if journal is not None:
+            self._read(journal)
+
+    def _read(self, journal: Path) -> None:
+        """Read the trials so far. Raises RunError if they are those of another search."""
+        self._state = read_state(journal)
+        check_values(self._definition.space, self._state, "paceline.tune()")
+        for trial in self._state.trials.values():
+            for goal in self._definition.objectives:
+                if trial.state == "complete" and goal.name not in trial.metrics:
+                    raise RunError(
+                        f"trial {trial.number} of {journal} has no {goal.name}; use another journal"
+                    )
 
     @property
     def trials(self) -> list[AskedTrial]:
@@ -75,9 +89,11 @@ class Tuning:
 
     def __iter__(self) -> Iterator[AskedTrial]:
         with contextlib.ExitStack() as at_end:
-            writer = JournalWriter(self._journal) if self._journal is not None else None
-            if writer is not None:
+            writer = None
+            if self._journal is not None:
+                writer = JournalWriter(self._journal, is_locked=True)
                 at_end.callback(writer.close)
+                self._read(self._journal)
             while (number := self._next()) is not None:
                 yield from self._run(number, writer)
 
@@ -86,13 +102,17 @@ class Tuning:
         for number, trial in self._state.trials.items():
             if not trial.is_over:
                 return number
-        return len(self._state.trials) if len(self._state.trials) < self._definition.search.trials else None
+        has_more = len(self._state.trials) < self._definition.search.trials
+        return self._state.next_number if has_more else None
 
     def _run(self, number: int, writer: JournalWriter | None) -> Iterator[AskedTrial]:
         search = self._definition.search
         if number not in self._state.trials:
             values = SAMPLERS[search.sampler](self._definition, self._state, number)
             self._record(Suggested(trial=number, values=values), writer)
+        if self._state.trials[number].stages:  # interrupted after its results were recorded
+            self._finish(number, writer)
+            return
         self._record(Launched(trial=number, ranks=1), writer)
         trial = AskedTrial(number, dict(self._state.trials[number].values))
         yield trial
@@ -107,6 +127,11 @@ class Tuning:
                 )
         metrics = {name: value if _is_finite(value) else None for name, value in trial.metrics.items()}
         self._record(Reached(trial=number, samples=0, metrics=metrics, seconds=0.0), writer)
+        self._finish(number, writer)
+
+    def _finish(self, number: int, writer: JournalWriter | None) -> None:
+        """Finish a trial whose results are recorded."""
+        metrics = self._state.trials[number].metrics
         failed = any(metrics[goal.name] is None for goal in self._definition.objectives)
         state, why = ("failed", "a result is not a finite number") if failed else ("complete", "")
         self._record(Finished(trial=number, state=state, message=why), writer)  # type: ignore[arg-type]
@@ -139,9 +164,10 @@ def tune(
     sampler: random, quasi-random, grid, or of Optuna tpe, gp, cma-es, nsga2.
     seed: of the sampler.
     journal: a file that keeps the trials. If it exists, the search continues after its last complete trial.
+    One process at a time can use it.
 
     Raises SpecError for wrong arguments and for a report that lacks the metric, and RunError if the journal
-    cannot be read or written.
+    cannot be read or written, if another process uses it, or if it is that of another search.
     """
     if not isinstance(space, Mapping) or not space:
         raise SpecError(f"space must be a dict of ranges by name, got {space!r:.60}")

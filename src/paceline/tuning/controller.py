@@ -39,7 +39,8 @@ from paceline.tuning.outcome import (
     read_metrics,
 )
 from paceline.tuning.prediction.quantities import PREFIX, describe_nearest
-from paceline.tuning.preparation import NOT_STARTED, Preparation
+from paceline.tuning.preparation import NOT_STARTED, Preparation, read_values
+from paceline.tuning.report.results import check_values
 from paceline.tuning.samplers.table import SAMPLERS
 from paceline.tuning.schedulers.median_rule import EvaluationCurve, is_hopeless
 from paceline.tuning.schedulers.population import copy_checkpoint, list_exploits
@@ -58,10 +59,11 @@ class Controller:
     """Runs the trials of a study until all are over, or it is asked to stop.
 
     A context manager, which holds the lock of the study. Raises RunError if another controller holds it.
+    definition: of the study, with the threads that were chosen when it started.
     """
 
     def __init__(self, folder: StudyFolder, definition: StudyDefinition, report: Report):
-        self._folder, self._definition, self._report = folder, definition, report
+        self._folder, self.definition, self._report = folder, definition, report
         self._is_metric_known = False
         self._checked, self._price = 0.0, read_price()
         self._curves: dict[int, EvaluationCurve] = {}
@@ -71,6 +73,7 @@ class Controller:
         with contextlib.ExitStack() as on_error:
             self._lock = on_error.enter_context(_lock(self._folder))
             self.state = read_state(self._folder.journal)
+            check_values(self.definition.space, self.state, "study.toml")
             self._journal = JournalWriter(self._folder.journal)
             on_error.pop_all()
         return self
@@ -84,15 +87,16 @@ class Controller:
 
         Raises SpecError for a metric that the task does not have, and RunError if trials fail identically.
         """
-        limit = self._definition.search.max_time
+        limit = self.definition.search.max_time
         deadline = time.monotonic() + (parse_duration_s(limit) if limit is not None else math.inf)
         with Interrupt() as interrupt, executor:
-            self._definition = self._definition.choose_threads(executor.cores_per_rank)
-            self._definition.write(self._folder.definition)  # --resume may have changed it, too
+            self.definition = self.definition.choose_threads(executor.cores_per_rank)
+            self.definition.write(self._folder.definition)  # --resume may have changed it, too
             with (
-                Preparation(self._folder, self._definition, self.state) as self._preparation,
+                Preparation(self._folder, self.definition, self.state) as self._preparation,
                 BackgroundPredictions(executor.server) as self._predictions,
             ):
+                self._finish_reached()
                 for trial in self.state.trials.values():
                     if trial.is_over and trial.ranks is not None:  # it was stopped before the prediction
                         self._predict(trial)
@@ -129,7 +133,7 @@ class Controller:
         """Predict the whole training of a trial while it trains, unless that was done before its start."""
         if not trial.predicted and not trial.not_predicted:
             overrides = {"plan": trial.plan} if trial.plan is not None else {}
-            spec, launch = self._definition.build_request(trial.values, overrides)
+            spec, launch = self.definition.build_request(trial.values, overrides)
             self._predictions.add(trial.number, spec, launch, trial.ranks or 1)
 
     def _store(self, predictions: Iterator[tuple[int, TrialPrediction]]) -> None:
@@ -145,22 +149,23 @@ class Controller:
 
     def _prepare_ahead(self) -> None:
         """Prepare one of the next trials, if their values do not depend on results."""
-        search, begin = self._definition.search, len(self.state.trials)
+        search = self.definition.search
         if search.sampler in NEEDS or search.scheduler not in ("none", "median"):
             return
-        for number in range(begin, min(begin + AHEAD, count_all_trials(search, self.state))):
-            if not self._preparation.is_ready(number):
-                values = SAMPLERS[search.sampler](self._definition, self.state, number)
+        begin, end = self.state.next_number, count_all_trials(search, self.state)
+        for number in range(begin, min(begin + AHEAD, end)):
+            if number not in self.state.trials and not self._preparation.is_ready(number):
+                values = SAMPLERS[search.sampler](self.definition, self.state, number)
                 with contextlib.suppress(*NOT_STARTED):  # it is raised again when the trial starts
                     self._preparation.prepare(Trial(number, values))
                 return
 
     def _exploit(self) -> None:
         """Let the worst trials of a complete generation take over checkpoints and values of the best."""
-        search = self._definition.search
+        search = self.definition.search
         if search.scheduler != "pbt" or not has_all_trials(search, self.state):
             return
-        for exploit in list_exploits(self._definition, self.state):
+        for exploit in list_exploits(self.definition, self.state):
             copy_checkpoint(self._folder.run(exploit.parent), self._folder.run(exploit.trial))
             generation = len(self.state.trials[exploit.trial].stages)
             event = Exploited(
@@ -170,7 +175,7 @@ class Controller:
 
     def _stop_hopeless(self, executor: Executor) -> None:
         """Stop trials that are worse than the median of the others at the same length."""
-        if self._definition.search.scheduler != "median":
+        if self.definition.search.scheduler != "median":
             return
         for running in list(executor.running.values()):
             trial, curve = self.state.trials[running.number], self._read_curve(running.number)
@@ -193,7 +198,7 @@ class Controller:
 
     def _read_curve(self, number: int) -> EvaluationCurve:
         if number not in self._curves:
-            self._curves[number] = EvaluationCurve(self._folder.run(number), self._definition.objectives[0])
+            self._curves[number] = EvaluationCurve(self._folder.run(number), self.definition.objectives[0])
         return self._curves[number]
 
     def _end_paused(self) -> None:
@@ -209,17 +214,19 @@ class Controller:
 
     def _choose_next(self, executor: Executor, running: Collection[int]) -> int | None:
         """Return the trial to start now, or None."""
-        search = self._definition.search
+        search = self.definition.search
         least = 1 if search.ranks_per_trial == "auto" else search.ranks_per_trial
         if not executor.has_room(least):
             return None
-        return choose_trial(search, self._definition.objectives, self.state, running)
+        return choose_trial(search, self.definition.objectives, self.state, running)
 
     def _start(self, executor: Executor, number: int) -> bool:
         """Start or refuse a trial. Return False if it has to wait for ranks."""
-        search = self._definition.search
+        search = self.definition.search
         if number not in self.state.trials:
-            values = SAMPLERS[search.sampler](self._definition, self.state, number)
+            values = read_values(self.definition.space, self._folder.run(number))
+            if values is None:
+                values = SAMPLERS[search.sampler](self.definition, self.state, number)
             self._write(Suggested(trial=number, values=values))
         trial = self.state.trials[number]
         try:
@@ -251,7 +258,7 @@ class Controller:
         last = list(self.state.trials.values())[-least:]
         if len(last) < least or any(trial.state != "refused" for trial in last):
             return
-        nearest = describe_nearest(self._definition.bounds, self._preparation.refused)
+        nearest = describe_nearest(self.definition.bounds, self._preparation.refused)
         raise RunError(
             f"no trial can start: {several(len(last), 'trial')} refused in a row, the last because "
             f"{last[-1].message}{nearest}"
@@ -277,11 +284,27 @@ class Controller:
         metrics |= measure_cost(run, trial.rank_seconds + seconds * (trial.ranks or 1), self._price)
         self._check_metrics(metrics)
         self._write(Reached(trial=trial.number, samples=samples, metrics=metrics, seconds=seconds))
-        missing = [goal.name for goal in self._definition.objectives if trial.metrics.get(goal.name) is None]
+        self._finish_stages(trial)
+
+    def _finish_stages(self, trial: Trial) -> None:
+        """Finish a trial if its last stage was the last of all, or has no result."""
+        missing = [goal.name for goal in self.definition.objectives if trial.metrics.get(goal.name) is None]
         if missing:
             self._finish(trial, "failed", f"{missing[0]} is not a finite number")
-        elif is_at_end(self._definition.search, trial):
+        elif is_at_end(self.definition.search, trial):
             self._finish(trial, "complete", "")
+
+    def _finish_reached(self) -> None:
+        """Finish the trials that have reached their end, if the controller was killed between both lines."""
+        search = self.definition.search
+        for trial in self.state.trials.values():
+            if trial.state != "paused" or not is_at_end(search, trial):
+                continue
+            run = self._folder.run(trial.number)
+            if search.scheduler == "median" and not (run.spec.exists() and is_trained(run, run.request()[0])):
+                self._finish(trial, "pruned", f"stopped after {trial.stages[-1].samples:,} samples")
+            else:
+                self._finish_stages(trial)
 
     def _finish(self, trial: Trial, state: Any, message: str) -> None:
         self._write(Finished(trial=trial.number, state=state, message=message))
@@ -298,7 +321,7 @@ class Controller:
                 self._check_metrics({**event.metrics, **dict.fromkeys(MEASURED, 0.0)})
 
     def _check_metrics(self, metrics: dict[str, Any]) -> None:
-        for goal in self._definition.objectives:
+        for goal in self.definition.objectives:
             if goal.name not in metrics and not goal.name.startswith(PREFIX):
                 if goal.name in WHY_MISSING:
                     raise SpecError(f"--metric {str(goal)!r}: {WHY_MISSING[goal.name]}")

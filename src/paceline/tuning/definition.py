@@ -32,8 +32,9 @@ from paceline.spec import (
 from paceline.task import Task, build_task, load_task_class
 from paceline.tuning.objectives import StudyObjective, parse_objectives
 from paceline.tuning.optuna_needs import NEEDS, check_sampler
+from paceline.tuning.parameter import Parameter, parse_parameter
 from paceline.tuning.prediction.quantities import PREFIX, QUANTITIES, Bound, parse_bound
-from paceline.tuning.space import Parameter, Space, build_space, parse_parameter
+from paceline.tuning.space import Space, build_space
 from paceline.units import parse_duration_s
 from paceline.user_code import UserCode
 
@@ -226,9 +227,10 @@ class StudyDefinition:
         if not spec.set.keys() <= {field.name for field in dataclasses.fields(kind)}:
             build_task(kind, spec.task, spec.set)  # raises, so that no parameter is blamed
         for parameter in self.space.parameters:
+            others = self.space.find_condition_values(parameter)
             for value in parameter.extremes():
                 try:
-                    spec, _ = self.build_request({parameter.name: value})
+                    spec, _ = self.build_request({**others, parameter.name: value})
                     build_task(kind, spec.task, spec.set)
                 except Error as error:
                     raise SpecError(

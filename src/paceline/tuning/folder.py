@@ -76,8 +76,8 @@ def open_own_study(path: Path) -> StudyFolder:
     folder = open_study(path)
     if (owner := folder.definition.stat().st_uid) not in (0, os.geteuid()):
         raise RunError(
-            f"{folder.definition} belongs to user {owner}, whose task would run to show its parameters; look "
-            f"at it with: paceline watch {path}"
+            f"{folder.definition} belongs to user {owner}, whose task would run; look at it with: "
+            f"paceline watch {path}"
         )
     return folder
 

@@ -1,6 +1,8 @@
 """The journal of a study: events of its trials, append only, and the state of the trials that follows."""
 
 import contextlib
+import fcntl
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -82,27 +84,40 @@ KINDS: dict[str, type[StudyEvent]] = {
 
 
 class JournalWriter:
-    """Appends events to a journal, each in one write that is on the disk when `write` returns."""
+    """Appends events to a journal, each in one write that is on the disk when `write` returns.
 
-    def __init__(self, path: Path):
+    is_locked: refuse a journal that another process has opened like this.
+    """
+
+    def __init__(self, path: Path, is_locked: bool = False):
         self._path = path
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            if is_locked:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             end = end_of_lines(self._file)  # a last line without a newline is from a controller that died
             if end < os.fstat(self._file).st_size:
                 os.ftruncate(self._file, end)
+        except BlockingIOError:
+            os.close(self._file)
+            raise RunError(
+                f"{path} is used by another process; wait for it, or use another journal"
+            ) from None
         except OSError as error:
             raise RunError(f"cannot write {path}: {reason(error)}") from error
 
     def write(self, event: StudyEvent) -> None:
-        """Append an event. Raises RunError if the disk is full: a study cannot continue without it."""
+        """Append an event. Raises RunError if it cannot be written: a study cannot continue without it."""
         name = type(event).__name__.lower()
         line = event.model_dump_json().replace("{", f'{{"event":"{name}",', 1) + "\n"
         if not append_whole(self._file, line.encode()):
             raise RunError(
                 f"cannot write {self._path}: the disk is full; free space, then continue the study"
             )
-        os.fsync(self._file)
+        try:
+            os.fsync(self._file)
+        except OSError as error:  # a network file system reports a quota or an error of the disk late
+            raise RunError(f"cannot write {self._path}: {reason(error)}; then continue the study") from error
 
     def close(self) -> None:
         os.close(self._file)
@@ -140,29 +155,41 @@ class Trial:
 
 @dataclass
 class StudyState:
-    """The state of a study: its trials in the order of their numbers, and its events."""
+    """The state of a study: its trials in the order in which they were suggested, and its events."""
 
     trials: dict[int, Trial] = field(default_factory=dict)
     events: list[StudyEvent] = field(default_factory=list)
     skipped: int = 0  # lines that could not be used
     exploited: dict[int, set[int]] = field(default_factory=dict)  # trials by generation
 
+    @property
+    def next_number(self) -> int:
+        """The number of the next new trial: the least that is free, since a lost line leaves a gap."""
+        return next(number for number in itertools.count() if number not in self.trials)
+
     def apply(self, event: StudyEvent) -> None:
-        """Update the trials with the next event. Events of unknown trials are skipped."""
+        """Update the trials with the next event. Events that do not fit those before are skipped."""
+        trial = self.trials.get(getattr(event, "trial", -1))
         if isinstance(event, Suggested):
-            if event.trial in self.trials:
+            if trial is not None:
                 self.skipped += 1
                 return
             self.trials[event.trial] = Trial(event.trial, event.values)
         else:
-            trial = self.trials.get(getattr(event, "trial", -1))
-            if trial is None:
+            if trial is None or not _follows(event, trial):
                 self.skipped += 1
                 return
             _update(trial, event)
             if isinstance(event, Exploited):
                 self.exploited.setdefault(event.generation, set()).add(event.trial)
         self.events.append(event)
+
+
+def _follows(event: StudyEvent, trial: Trial) -> bool:
+    """Return whether an event is possible in the state of a trial; not so if lines before it were damaged."""
+    if not isinstance(event, Finished):
+        return True
+    return not trial.is_over and (event.state != "complete" or bool(trial.stages))
 
 
 def _update(trial: Trial, event: StudyEvent) -> None:

@@ -1,5 +1,6 @@
 """Everything that a trial needs before it can start: its placement, its request and its run folder."""
 
+import functools
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,12 +8,13 @@ from typing import Any, Self
 
 from paceline.errors import PlanError, SpecError
 from paceline.run import RunFolder, collect_provenance, create
-from paceline.spec import Launch, Spec
+from paceline.spec import Launch, Spec, read_toml
 from paceline.tuning.definition import StudyDefinition
 from paceline.tuning.folder import StudyFolder
 from paceline.tuning.journal import StudyState, Trial
 from paceline.tuning.prediction.placement import Placement, RefusedTrial
 from paceline.tuning.schedulers.rungs import find_rung, list_shares
+from paceline.tuning.space import Space
 
 # Why a trial is refused. SpecError: its values contradict each other.
 NOT_STARTED = (RefusedTrial, SpecError, PlanError)
@@ -119,6 +121,26 @@ class Preparation:
             share = shares[find_rung(self._definition.search, trial)]
             overrides |= self._definition.limit_length(trial.values, share)
         return self._definition.build_request(trial.values, overrides)
+
+
+def read_values(space: Space, run: RunFolder) -> dict[str, Any] | None:
+    """Return the values of a trial from the request of its run; None if there is no run of this space.
+
+    A trial has a run but is not in the journal if lines of the journal were lost.
+    """
+    try:
+        request = read_toml(run.spec)
+    except SpecError:
+        return None
+    values: dict[str, Any] = {}
+    for parameter in space.parameters:
+        if parameter.condition is None or parameter.condition.holds(values):
+            values[parameter.name] = functools.reduce(_get, parameter.key.split("."), request)
+    return values if space.contains(values) else None
+
+
+def _get(table: Any, name: str) -> Any:
+    return table.get(name) if isinstance(table, dict) else None
 
 
 def _prepare_run(run: RunFolder, spec: Spec, launch: Launch, provenance: Mapping[str, Any]) -> RunFolder:

@@ -11,6 +11,7 @@ from paceline.files import check_target, reason
 from paceline.tuning.definition import StudyDefinition
 from paceline.tuning.journal import StudyState
 from paceline.tuning.objectives import read_losses
+from paceline.tuning.report.results import check_values
 from paceline.tuning.samplers.optuna_samplers import to_optuna
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def export_study(definition: StudyDefinition, state: StudyState, path: Path, nam
     check_target(path)
     if os.path.lexists(path):
         raise RunError(f"{path} exists already, and Optuna would append to it; specify another file")
+    check_values(definition.space, state, "study.toml")
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -72,8 +74,6 @@ def export_study(definition: StudyDefinition, state: StudyState, path: Path, nam
             )
             study.set_metric_names([goal.name for goal in definition.objectives])
             for trial in state.trials.values():
-                if not definition.space.contains(trial.values):
-                    raise RunError(f"trial {trial.number} has values outside of the space of study.toml")
                 study.add_trial(_with_own_signs(definition, to_optuna(definition, trial)))
     except OSError as error:
         raise RunError(f"cannot write {path}: {reason(error)}") from error

@@ -7,8 +7,8 @@ from typing import Any
 
 from paceline.tuning.definition import StudyDefinition
 from paceline.tuning.journal import StudyState, Trial
+from paceline.tuning.parameter import Parameter
 from paceline.tuning.report.results import find_front, format_value, read_result
-from paceline.tuning.space import Parameter
 
 WIDTH, HEIGHT, TOP, BOTTOM, SIDE = 760, 260, 28, 18, 60
 

@@ -8,11 +8,13 @@ from typing import Any
 import tomli_w
 from rich.table import Table
 
+from paceline.errors import RunError
 from paceline.files import write_whole
 from paceline.tuning.definition import StudyDefinition, override_request
 from paceline.tuning.folder import StudyFolder
 from paceline.tuning.journal import StudyState, Trial
 from paceline.tuning.objectives import StudyObjective, read_losses
+from paceline.tuning.space import Space
 from paceline.units import format_seconds, several, without_controls
 
 SHOWN_TRIALS = 20
@@ -21,6 +23,16 @@ SHOWN_TRIALS = 20
 def read_result(objectives: Sequence[StudyObjective], trial: Trial) -> tuple[float, ...] | None:
     """Return the losses of a complete trial, or None."""
     return read_losses(objectives, trial) if trial.state == "complete" else None
+
+
+def check_values(space: Space, state: StudyState, where: str) -> None:
+    """Raise RunError for a trial whose values do not belong to the space, which `where` defines."""
+    for trial in state.trials.values():
+        if not space.contains(trial.values):
+            raise RunError(
+                f"trial {trial.number} has values outside of the space of {where}; restore the space, or "
+                "start a new study"
+            )
 
 
 def find_front(objectives: Sequence[StudyObjective], state: StudyState) -> list[Trial]:
@@ -49,16 +61,21 @@ def order_trials(objectives: Sequence[StudyObjective], state: StudyState) -> lis
 
 
 def write_best(folder: StudyFolder, definition: StudyDefinition, state: StudyState) -> Trial | None:
-    """Write the request of the best trial as best.toml, and return the trial. With several objectives it is
-    the trial of the Pareto front that is best in the first."""
+    """Write the request of the best trial as best.toml, and return the trial.
+
+    With several objectives it is the trial of the Pareto front that is best in the first. The request has
+    the ranks and threads of the trial, so that a training of it computes the same bits.
+    """
     front = find_front(definition.objectives, state)
     if not front:
         return None
     best = front[0]
-    place: dict[str, Any] = {"ranks": best.ranks} if (best.ranks or 1) > 1 else {}
-    if best.plan is not None:
-        place["plan"] = best.plan
-    request = override_request(definition.request, definition.space.to_overrides(best.values) | place)
+    overrides = definition.space.to_overrides(best.values)
+    if "threads" not in definition.request:
+        overrides = {"threads": definition.search.threads} | overrides
+    place = {"ranks": best.ranks, "plan": best.plan}
+    overrides |= {key: value for key, value in place.items() if value is not None}
+    request = override_request(definition.request, overrides)
     write_whole(folder.best, tomli_w.dumps(request))
     return best
 

@@ -13,7 +13,7 @@ from paceline.tuning.definition import StudyDefinition
 from paceline.tuning.journal import Finished, StudyState, Suggested, Trial
 from paceline.tuning.objectives import read_losses
 from paceline.tuning.optuna_needs import REPLAYED
-from paceline.tuning.space import Parameter
+from paceline.tuning.parameter import Parameter
 
 if TYPE_CHECKING:
     import optuna
@@ -67,13 +67,12 @@ def distribution(parameter: Parameter) -> "optuna.distributions.BaseDistribution
 
     if parameter.kind == "choice":
         return distributions.CategoricalDistribution(parameter.choices)
-    high = parameter.high
-    if parameter.step is not None and not parameter.is_log:  # Optuna would change the end, with a warning
-        high = parameter.list_values()[-1]
     if parameter.kind == "int":
         step = 1 if parameter.is_log or parameter.step is None else round(parameter.step)
-        return distributions.IntDistribution(round(parameter.low), round(high), parameter.is_log, step)
-    return distributions.FloatDistribution(parameter.low, high, parameter.is_log, parameter.step)
+        return distributions.IntDistribution(
+            round(parameter.low), round(parameter.high), parameter.is_log, step
+        )
+    return distributions.FloatDistribution(parameter.low, parameter.high, parameter.is_log, parameter.step)
 
 
 def _ask(

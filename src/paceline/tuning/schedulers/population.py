@@ -20,7 +20,7 @@ from paceline.files import reason
 from paceline.run import RunFolder
 from paceline.tuning.definition import StudyDefinition
 from paceline.tuning.journal import StudyState, Trial
-from paceline.tuning.space import Parameter
+from paceline.tuning.parameter import Parameter
 
 QUANTILE = 0.25
 FACTORS = (0.8, 1.25)

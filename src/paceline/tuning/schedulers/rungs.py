@@ -65,7 +65,7 @@ def choose_trial(
         return promoted
     if search.scheduler == "pbt" and (member := find_member(search, state)) is not None:
         return member
-    return None if has_all_trials(search, state) else len(state.trials)
+    return None if has_all_trials(search, state) else state.next_number
 
 
 def has_all_trials(search: Search, state: StudyState) -> bool:

@@ -100,7 +100,7 @@ def _run(folder: "StudyFolder", definition: "StudyDefinition", executor: "Execut
         try:
             is_over = controller.run(executor)
         finally:
-            best = write_best(folder, definition, controller.state)
+            best = write_best(folder, controller.definition, controller.state)
             print(count_states(controller.state))
         if best is not None:
             print(f"best: {format_trial(definition, best)}")

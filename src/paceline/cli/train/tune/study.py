@@ -40,13 +40,13 @@ def read_launcher(request: TuningRequest) -> str:
 def open_definition(request: TuningRequest) -> "StudyDefinition":
     """Return the study of a command line, new or continued. Raises an Error."""
     from paceline.tuning.definition import define_study, read_definition
-    from paceline.tuning.folder import open_study
+    from paceline.tuning.folder import open_own_study
     from paceline.tuning.measured_cost import check_measured_cost
 
     if not request.is_resume:
         definition = define(request)
     else:
-        tree, ranges, before = read_definition(open_study(Path(request.target)).definition)
+        tree, ranges, before = read_definition(open_own_study(Path(request.target)).definition)
         definition = define_study(tree, ranges, before | dict(request.search))
     check_measured_cost(definition)
     return definition
