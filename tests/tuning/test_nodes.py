@@ -57,7 +57,8 @@ class SimulatedNode:
     def wait_until_ready(self) -> float:
         return 3.0
 
-    def start(self, run, log, ranks, slots):
+    def start(self, run, log, ranks, slots, hosts=()):
+        self.hosts = hosts
         return subprocess.Popen(["sleep", "1000"])
 
     def watch(self, child):
@@ -70,9 +71,9 @@ def test_trials_fill_the_fullest_node_that_has_room(tmp_path):
     executor = Executor([large, small])
     try:
         executor.start(0, tmp_path, tmp_path / "0", 1)
-        assert executor.running[0].node is small
+        assert executor.running[0].nodes == [small]
         executor.start(1, tmp_path, tmp_path / "1", 2)
-        assert executor.running[1].node is large
+        assert executor.running[1].nodes == [large]
         assert executor.has_room(1)
         assert not executor.has_room(2)
         executor.running[0].process.kill()
@@ -85,6 +86,34 @@ def test_trials_fill_the_fullest_node_that_has_room(tmp_path):
         large.is_lost = True
         with pytest.raises(LaunchError, match="all nodes of the study were lost"):
             executor.has_room(1)
+    finally:
+        for trial in executor.running.values():
+            trial.process.kill()
+            trial.process.wait()
+
+
+def test_trial_of_several_nodes_waits_until_they_are_free(tmp_path):
+    nodes = [SimulatedNode(name, 2) for name in ("n1", "n2", "n3")]
+    executor = Executor(nodes)
+    try:
+        executor.start(0, tmp_path, tmp_path / "0", 1)
+        executor.start(1, tmp_path, tmp_path / "1", 4)
+        assert (executor.running[1].nodes, nodes[1].hosts) == (nodes[1:], ["n2", "n3"])
+        assert executor.has_room(1)
+        assert not executor.has_room(2)
+        executor.running[0].process.kill()
+        executor.wait(600)
+        assert len(list(executor.collect())) == 1
+        assert executor.has_room(2)
+        assert not executor.has_room(4)
+        nodes[2].is_lost = True
+        assert executor.running[1].is_lost
+        executor.running[1].process.kill()
+        executor.wait(600)
+        assert len(list(executor.collect())) == 1
+        assert executor.has_room(4)
+        nodes[1].is_lost = True
+        assert not executor.has_room(4)
     finally:
         for trial in executor.running.values():
             trial.process.kill()
@@ -153,13 +182,17 @@ def test_job_script_runs_the_controller(tmp_path):
         (["--nodes", "2"], "ranks=1 cannot be spread evenly over 2 nodes; use --ranks 2"),
         (
             ["--nodes", "2", "--ranks", "4", "--ranks-per-trial", "3"],
-            "from 1 to the 2 ranks of a node, since a trial cannot span nodes, got 3; use --ranks 6",
+            "from 1 to the 2 ranks of a node or a multiple of them up to 4, got 3; use --ranks 6",
+        ),
+        (
+            ["--nodes", "2", "--ranks", "4", "--ranks-per-trial", "4", "--launcher", "ray"],
+            "from 1 to the 2 ranks of a node, got 4; use --ranks 8",
         ),
         (["--nodes", "2", "--launcher", "local"], "nodes=2 requires launcher slurm or ray"),
         (["--launcher", "pbs"], "launcher"),
         (["--time", "01:00:00"], "--time is for a Slurm job; add --launcher slurm"),
     ],
-    ids=["uneven", "trial too large", "local", "unknown", "no job"],
+    ids=["uneven", "not whole nodes", "several nodes of Ray", "local", "unknown", "no job"],
 )
 def test_wrong_nodes_are_refused(words, sentence, tmp_path):
     write_task(tmp_path)

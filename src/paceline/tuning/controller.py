@@ -266,7 +266,7 @@ class Controller:
 
     def _conclude(self, running: RunningTrial, status: int) -> None:
         trial, run = self.state.trials[running.number], self._folder.run(running.number)
-        if trial.is_over or running.node.is_lost:  # it was stopped, or continues on another node
+        if trial.is_over or running.is_lost:  # it was stopped, or continues on another node
             return
         if status == 0 and is_trained(run, run.request()[0]):
             self._finish_trained(trial, run, running.seconds)

@@ -111,7 +111,7 @@ class Search(Value):
             raise ValueError("metrics must name at least one objective, such as 'max accuracy'")
         for number, metric in enumerate(metrics):
             direction, _, name = metric.partition(" ")
-            if direction not in ("min", "max") or not name or " " in name:
+            if direction not in ("min", "max") or not name or name != name.strip():
                 raise ValueError(f"metrics must be 'min NAME' or 'max NAME', got {abbreviate(metric)}")
             if name in [other.partition(" ")[2] for other in metrics[:number]]:
                 raise ValueError(f"metrics has {name!r} twice; leave one out")
@@ -128,8 +128,18 @@ class Search(Value):
 
     @property
     def ranks_per_node(self) -> int:
-        """The largest number of ranks of a trial, which is trained on one node."""
+        """The number of ranks of each node."""
         return self.ranks // self.nodes
+
+    def count_nodes(self, ranks: int) -> int | None:
+        """Return on how many nodes a trial with that many ranks trains; None if that is impossible.
+
+        It trains on one node, or with Slurm on all ranks of several.
+        """
+        if 1 <= ranks <= self.ranks_per_node:
+            return 1
+        nodes, rest = divmod(ranks, self.ranks_per_node)
+        return nodes if self.launcher == "slurm" and not rest and 1 <= nodes <= self.nodes else None
 
     @model_validator(mode="after")
     def _trials_fit(self) -> Self:
@@ -142,12 +152,10 @@ class Search(Value):
             raise ValueError(
                 f"ranks={self.ranks} cannot be spread evenly over {self.nodes} nodes; use --ranks {more}"
             )
-        if isinstance(self.ranks_per_trial, int) and not 1 <= self.ranks_per_trial <= self.ranks_per_node:
-            where = (
-                f"ranks={self.ranks}"
-                if self.nodes == 1
-                else f"the {self.ranks_per_node} ranks of a node, since a trial cannot span nodes"
-            )
+        if isinstance(self.ranks_per_trial, int) and self.count_nodes(self.ranks_per_trial) is None:
+            where = f"ranks={self.ranks}" if self.nodes == 1 else f"the {self.ranks_per_node} ranks of a node"
+            if self.nodes > 1 and self.launcher == "slurm":
+                where += f" or a multiple of them up to {self.ranks}"
             raise ValueError(
                 f"ranks_per_trial must be from 1 to {where}, got {self.ranks_per_trial}; "
                 f"use --ranks {max(1, self.ranks_per_trial) * self.nodes}"

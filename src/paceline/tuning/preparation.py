@@ -83,7 +83,7 @@ class Preparation:
     def _place(self, trial: Trial) -> Placement:
         """Return the ranks and the plan of a trial. Raises RefusedTrial."""
         search = self._definition.search
-        if trial.ranks is not None and trial.ranks <= search.ranks_per_node:  # it continues as it started
+        if trial.ranks is not None and search.count_nodes(trial.ranks):  # it continues as it started
             return Placement(trial.ranks, trial.plan, trial.predicted)
         if not self._definition.needs_prediction:
             assert isinstance(search.ranks_per_trial, int)
@@ -115,6 +115,8 @@ class Preparation:
         given = request.keys() | {parameter.key for parameter in self._definition.space.parameters}
         overrides = {key: value for key, value in defaults.items() if key not in given and value is not None}
         overrides |= {"ranks": placement.ranks, "launcher": "local"}
+        if (nodes := self._definition.search.count_nodes(placement.ranks) or 1) > 1:
+            overrides |= {"nodes": nodes, "launcher": "slurm"}
         if placement.plan is not None:
             overrides["plan"] = placement.plan
         if len(shares) > 1:

@@ -34,10 +34,11 @@ def count_allocated_nodes(nodes: int, least: int | None) -> int:
     return min(int(allocated), nodes)
 
 
-def start(run: RunFolder, launch: Launch) -> int:
+def start(run: RunFolder, launch: Launch, hosts: str | None = None) -> int:
     """Train the request of `run` on the allocated nodes, and return the exit status.
 
     Rank 0 shows the progress.
+    hosts: the names of the nodes, with commas [default: as Slurm chooses].
 
     Raises RankError if the training failed; the ranks have printed why.
     """
@@ -61,6 +62,8 @@ def start(run: RunFolder, launch: Launch) -> int:
             f"--ntasks-per-node={launch.ranks // nodes}",
         ]
     command += [sys.executable, "-m", "paceline", "agent" if launch.is_elastic else "rank", str(run.path)]
+    if hosts is not None:
+        command.insert(len(SRUN), f"--nodelist={hosts}")
     # a new session: Ctrl-C goes to this process, since srun would handle it differently
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 

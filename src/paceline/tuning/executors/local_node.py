@@ -52,9 +52,11 @@ class LocalNode:
             self._server.has_answered(START_S)
         return self._cores
 
-    def start(self, run: Path, log: Path, ranks: int, slots: Sequence[int]) -> Child:
+    def start(
+        self, run: Path, log: Path, ranks: int, slots: Sequence[int], hosts: Sequence[str] = ()
+    ) -> Child:
         with open(log, "ab") as output:
-            words = ["train", str(run), str(ranks), str(os.getpid())]
+            words = ["train", str(run), str(ranks), ",".join(hosts), str(os.getpid())]
             return start_process(self._server, words, _choose_devices(slots), output)
 
     def watch(self, child: Child) -> int | None:

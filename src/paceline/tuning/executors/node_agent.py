@@ -83,7 +83,11 @@ def _carry_out(request: dict[str, Any], node: LocalNode, running: dict[int, Chil
         return
     try:
         running[number] = node.start(
-            Path(request["run"]), Path(request["log"]), request["ranks"], request["slots"]
+            Path(request["run"]),
+            Path(request["log"]),
+            request["ranks"],
+            request["slots"],
+            request["hosts"],
         )
     except OSError as error:  # such as a folder that this node does not see
         _reply(replies, {"failed": number, "message": f"{error.filename}: {error.strerror}"})

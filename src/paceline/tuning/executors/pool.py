@@ -34,8 +34,13 @@ class Node(Protocol):
     def wait_until_ready(self) -> float:
         """Return the number of cores for trials. Raises LaunchError if the node cannot start any."""
 
-    def start(self, run: Path, log: Path, ranks: int, slots: Sequence[int]) -> Child:
-        """Start the training of a run folder on the ranks of the node with these numbers."""
+    def start(
+        self, run: Path, log: Path, ranks: int, slots: Sequence[int], hosts: Sequence[str] = ()
+    ) -> Child:
+        """Start the training of a run folder on the ranks of the node with these numbers.
+
+        hosts: the names of all nodes on which it trains, if there are several.
+        """
 
     def watch(self, child: Child) -> int | None:
         """Return a descriptor that can be read when a trial has ended; None if the trial must be polled."""
@@ -43,7 +48,7 @@ class Node(Protocol):
 
 @dataclass
 class RunningTrial:
-    """A trial that trains. slots: the numbers of the ranks of its node that it occupies.
+    """A trial that trains. slots: the numbers of the ranks that it occupies on each of its nodes.
 
     started: by the monotonic clock. log: what its process prints, after the output of earlier starts.
     watched: a descriptor that can be read when it has ended. seconds: of its training, when it has ended.
@@ -51,7 +56,7 @@ class RunningTrial:
 
     number: int
     process: Child
-    node: Node
+    nodes: list[Node]
     slots: list[int]
     started: float
     log: Path
@@ -59,6 +64,11 @@ class RunningTrial:
     watched: int | None
     seconds: float = 0.0
     asked_to_stop: float | None = None  # by the monotonic clock
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a node of the trial was lost."""
+        return any(node.is_lost for node in self.nodes)
 
     def read_output(self) -> str:
         """Return what the process has printed since this start."""
@@ -85,6 +95,8 @@ class RunningTrial:
 class Executor:
     """A pool of ranks of some nodes. A trial occupies ranks of one node, so that they are close.
 
+    A trial of more ranks than a node has occupies several nodes completely.
+
     As a context, it waits until the nodes are ready, and at the end stops all trials.
     server: from which this machine forks processes.
     """
@@ -110,24 +122,30 @@ class Executor:
             raise LaunchError(
                 "all nodes of the study were lost; continue with --resume when there are others"
             )
-        return self._find_node(ranks) is not None
+        return bool(self._find_nodes(ranks))
 
-    def _find_node(self, ranks: int) -> Node | None:
-        """Return the node with the fewest free ranks that are enough."""
-        fitting = [node for node in self.nodes if not node.is_lost and len(self._free[node.name]) >= ranks]
-        return min(fitting, key=lambda node: len(self._free[node.name]), default=None)
+    def _find_nodes(self, ranks: int) -> list[Node]:
+        """Return the node with the fewest free ranks that are enough, or several free nodes. None: empty."""
+        alive = [node for node in self.nodes if not node.is_lost]
+        fitting = [node for node in alive if len(self._free[node.name]) >= ranks]
+        if fitting:
+            return [min(fitting, key=lambda node: len(self._free[node.name]))]
+        free = [node for node in alive if len(self._free[node.name]) == node.ranks < ranks]
+        count = ranks // free[0].ranks if free else 0
+        return free[:count] if len(free) >= count else []
 
     def start(self, number: int, run: Path, log: Path, ranks: int) -> None:
-        """Start the training of a run folder on free ranks of a node."""
-        node = self._find_node(ranks)
-        assert node is not None
-        free = self._free[node.name]
-        slots, self._free[node.name] = free[:ranks], free[ranks:]
+        """Start the training of a run folder on free ranks of a node, or on several free nodes."""
+        nodes = self._find_nodes(ranks)
+        slots = self._free[nodes[0].name][:ranks]
+        for node in nodes:
+            self._free[node.name] = self._free[node.name][len(slots) :]
         with open(log, "ab") as output:
             log_begin = output.tell()
-        process = node.start(run.absolute(), log.absolute(), ranks, slots)
-        started, watched = time.monotonic(), node.watch(process)
-        self.running[number] = RunningTrial(number, process, node, slots, started, log, log_begin, watched)
+        hosts = [node.name for node in nodes] if len(nodes) > 1 else []
+        process = nodes[0].start(run.absolute(), log.absolute(), ranks, slots, hosts)
+        started, watched = time.monotonic(), nodes[0].watch(process)
+        self.running[number] = RunningTrial(number, process, nodes, slots, started, log, log_begin, watched)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a trial of this machine has ended, or for a time."""
@@ -150,7 +168,8 @@ class Executor:
                 trial.seconds = time.monotonic() - trial.started
                 if trial.watched is not None:
                     os.close(trial.watched)
-                self._free[trial.node.name] = sorted([*self._free[trial.node.name], *trial.slots])
+                for node in trial.nodes:
+                    self._free[node.name] = sorted([*self._free[node.name], *trial.slots])
                 yield trial, status
 
     def stop_all(self) -> None:

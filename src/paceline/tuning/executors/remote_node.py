@@ -83,11 +83,13 @@ class RemoteNode:
             time.sleep(POLL_S)
         return self._cores
 
-    def start(self, run: Path, log: Path, ranks: int, slots: Sequence[int]) -> Child:
+    def start(
+        self, run: Path, log: Path, ranks: int, slots: Sequence[int], hosts: Sequence[str] = ()
+    ) -> Child:
         self._count += 1
         child = self._children[self._count] = RemoteChild(self, self._count)
         request = {"run": str(run), "log": str(log), "ranks": ranks, "slots": list(slots)}
-        self.send({"number": self._count, **request})
+        self.send({"number": self._count, **request, "hosts": list(hosts)})
         return child
 
     def watch(self, child: Child) -> int | None:

@@ -43,7 +43,8 @@ IMPORTED_LATE = (
 def main() -> None:
     """Be what the first argument says.
 
-    `server SOCKET`: fork processes that get the other arguments. `train RUN RANKS CALLER`: be a trial.
+    `server SOCKET`: fork processes that get the other arguments. `train RUN RANKS HOSTS CALLER`: be a
+    trial; HOSTS are the names of its nodes, with commas, if Slurm starts its ranks on several.
     `predict SPEC LAUNCH RANKS CALLER`: predict one, and print its quantities as JSON.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the controller, which stops the trials
@@ -64,7 +65,7 @@ def main() -> None:
     if words[0] == "predict":
         status = _predict(words[1], words[2], int(words[3]), caller)
     else:
-        status = _train(Path(words[1]), int(words[2]), caller, is_forked)
+        status = _train(Path(words[1]), int(words[2]), words[3], caller, is_forked)
     sys.stdout.flush()
     sys.stderr.flush()
     # The end of the interpreter writes to most pages that the process shares with the server, which takes
@@ -100,12 +101,14 @@ def _predict(spec: str, launch: str, ranks: int, caller: int) -> int:
     return 0
 
 
-def _train(run: Path, ranks: int, caller: int, is_forked: bool) -> int:
+def _train(run: Path, ranks: int, hosts: str, caller: int, is_forked: bool) -> int:
     """Train the request of a run and return the exit status. An error is the last line of the output."""
     from paceline.distributed.world import World
     from paceline.launch.launchers import is_rank
 
     _, launch = open_run(run).next_request()
+    if hosts:
+        return _launch_on_nodes(run, hosts, caller)
     if not is_rank(launch, World()):
         return _launch_with_fork(run, ranks, caller) if is_forked else _launch(run, ranks, caller, None)
     from paceline.inspect.conclude import conclude
@@ -155,6 +158,23 @@ def _launch(run: Path, ranks: int, caller: int, server: RankForkServer | None) -
 
     try:
         return local.start(open_run(run), ranks, 0, early=server)
+    except Error as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _launch_on_nodes(run: Path, hosts: str, caller: int) -> int:
+    """Launch the ranks of a run with srun and return the exit status.
+
+    An error is the last line of the output.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # srun passes it on; the agent ignores it
+    _follow_caller(caller)
+    from paceline.launch.slurm import srun
+
+    folder = open_run(run)
+    try:
+        return srun.start(folder, folder.next_request()[1], hosts)
     except Error as error:
         print(f"paceline: {error}", file=sys.stderr)
         return FAILED
