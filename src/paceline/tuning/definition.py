@@ -1,5 +1,6 @@
 """StudyDefinition: what a study searches, as the file study.toml; the same format as a sweep file."""
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -243,8 +244,20 @@ class StudyDefinition:
                 except Error as error:
                     raise SpecError(
                         f"--space {parameter.name}={parameter.describe_range()}: the value {value!r} is "
-                        f"impossible: {error}"
+                        f"impossible: {error}{self._suggest_condition(kind, parameter, value)}"
                     ) from error
+
+    def _suggest_condition(self, kind: type[Task], parameter: Parameter, value: Any) -> str:
+        """Return a condition with which a value is possible, as the end of a sentence, or an empty text."""
+        for other in self.space.parameters:
+            if other.kind != "choice" or parameter.condition is not None or other.condition is not None:
+                continue
+            for choice in other.choices:
+                with contextlib.suppress(Error):
+                    spec, _ = self.build_request({parameter.name: value, other.name: choice})
+                    build_task(kind, spec.task, spec.set)
+                    return f"; or add a condition: '{parameter.name}=… if {other.name}=={choice}'"
+        return ""
 
     def write(self, path: Path) -> None:
         """Write the definition as study.toml. Raises RunError."""

@@ -206,7 +206,8 @@ def _range(
     if word == "log" and low <= 0:
         raise SpecError(f"--space {name}={text}: a log range must begin above 0, got {low:g}")
     if step is not None and (step <= 0 or word == "log" or step > high - low > 0):
-        fix = "leave it out" if word == "log" else f"it must be from 0 to {high - low:g}"
+        largest = f" and at most {high - low:g}" if high > low else ""
+        fix = "leave it out" if word == "log" else f"it must be above 0{largest}"
         raise SpecError(f"--space {name}={text}: the step {step:g} is impossible; {fix}")
     if kind == "int" and any(part is not None and part != round(part) for part in (low, high, step)):
         raise SpecError(f"--space {name}={text}: {name} is an integer; write whole numbers")

@@ -152,5 +152,5 @@ def _read_ranges(space: list[str], grid: list[str]) -> dict[str, Any]:
             if name in ranges:
                 raise SpecError(f"{option} {name} is given twice; leave one out")
             steps = re.fullmatch(r"(-?\d+)\.\.(-?\d+)", text)
-            ranges[name] = f"int:{steps[1]}:{steps[2]}" if steps is not None and option == "--grid" else text
+            ranges[name] = f"int:{steps[1]}:{steps[2]}" if steps is not None else text
     return ranges

@@ -86,11 +86,19 @@ def define(request: TuningRequest) -> "StudyDefinition":
         specs.check_same_value(
             specs.set_key(key), "its own option", request.flags.get(key, value), "--set", value
         )
-    tree = override_request(tree, specs.replace_length(dict(request.flags) | assignments))
+    given = dict(request.flags) | assignments
+    tree = override_request(tree, specs.replace_length(dict(given)))
     spec, _ = specs.build(tree)
     if not isinstance(tree["task"], str):
         raise SpecError(f"task must be a name, got {tree['task']!r:.80}")
     tree["task"] = tasks.resolve_reference(spec.task)
     if spec.set:
         tree["set"] = dict(spec.set)
-    return define_study(tree, ranges, before | dict(request.search))
+    definition = define_study(tree, ranges, before | dict(request.search))
+    for parameter in definition.space.parameters:
+        if parameter.key in given:
+            raise SpecError(
+                f"--space {parameter.name} is searched, and an option gives it the value "
+                f"{given[parameter.key]!r:.80}; leave one out"
+            )
+    return definition
