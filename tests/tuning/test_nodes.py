@@ -14,6 +14,7 @@ import pytest
 
 from command import (
     PACELINE,
+    TASK,
     clean_environment,
     events_of_kind,
     paceline,
@@ -254,6 +255,41 @@ def test_job_uses_both_nodes_and_continues_after_its_time_limit(tmp_path):
     ]
     assert sorted(launched) == [0, 0, 1, 1, 2, 3]
     assert events_of_kind(running[0], Started)[-1].step > 0
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_trial_on_both_nodes_continues_after_its_time_limit(tmp_path):
+    """Its ranks are on two nodes. A failed trial frees both, and does not end the study."""
+    task = TASK.replace(
+        "    def model(self):", "    def model(self):\n        assert self.width != 5, 'too odd'"
+    )
+    write_task(tmp_path, task)
+    (tmp_path / "slurm").mkdir()
+    slow, study = set_sample_delay(tmp_path / "slow", 0.1), tmp_path / "s"
+    with start_cluster(tmp_path / "slurm") as slurm:
+        env = clean_environment(OMP_NUM_THREADS="1", SLOW=str(slow), **slurm.env)
+        place = ("--nodes", "2", "--ranks", "2", "--ranks-per-trial", "2", "--run-dir", "s")
+        command = [*PACELINE, "tune", STUDY[0], "--grid", "width=5,4,8", *STUDY[3:], *place]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        match = re.fullmatch(r"s: job (\d+)\n", done.stdout)
+        assert match, done.stdout + done.stderr
+        run = study / "trials" / "1"
+        wait_until(lambda: events_of_kind(run, Started), "started", study)
+        wait_until(lambda: find_hosts([run]) == {"n1", "n2"}, "on both nodes", study)
+        slurm.run("scancel", "-s", "USR1", "--batch", match[1])
+        wait_until(lambda: "queued again" in _read_log(study), "queued again", study)
+        assert RunFolder(run).checkpoints()
+        set_sample_delay(slow, 0.0)
+        slurm.wait_for_state(match[1], "PENDING")
+        time.sleep(2)  # Slurm refuses to start a job again in the second in which it was killed
+        slurm.run("scontrol", "update", f"JobId={match[1]}", "StartTime=now")
+        slurm.wait_for_state(match[1], "COMPLETED", timeout_s=240)
+    failed, *trained = read_state(study / "events.jsonl").trials.values()
+    assert (failed.state, "too odd" in failed.message) == ("failed", True), failed
+    assert [(trial.state, trial.ranks) for trial in trained] == [("complete", 2)] * 2
+    assert [event.ranks for event in events_of_kind(run, Started)] == [2, 2]
+    assert events_of_kind(run, Started)[-1].step > 0
 
 
 def _read_log(study: Path) -> str:

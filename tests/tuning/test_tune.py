@@ -121,7 +121,7 @@ def test_killed_study_continues_with_the_same_trials(study, tmp_path):
     with start(*command, at=tmp_path, SLOW=str(slow)) as running:
         running.wait_until(lambda: 0 in read_state(journal).trials, "at trial 0")
         running.wait_until(lambda: read_state(journal).trials[0].state == "complete", "at the end of trial 0")
-        set_sample_delay(slow, 0.05)
+        set_sample_delay(slow, 0.2)
         running.wait_for_step(tmp_path / "s" / "trials" / "1", 1)
         second = paceline("tune", "s", "--resume", at=tmp_path)
         assert second.status == 2
@@ -165,16 +165,25 @@ def test_failed_trials_are_recorded_and_the_search_continues(tmp_path):
 
 
 def test_trials_that_end_without_an_error_are_described(tmp_path):
-    """One is killed, as by the system if memory is exhausted; one calls os._exit."""
+    """One is killed, as by the system if memory is exhausted; one calls os._exit; one lacks the metric."""
     dying = """
         if self.width == 12: os.kill(os.getpid(), signal.SIGKILL)
         if self.width == 16: os._exit(0)"""
     loss = "    def loss(self, output, batch):"
-    write_task(tmp_path, "import os, signal\n" + TASK.replace(loss, loss + dying))
-    study = ("tune", "my.py:Regression", "--grid", "width=12,16,4", "--run-dir", "s", *LENGTH)
-    succeed(*study, at=tmp_path)
-    killed, exited, complete = read_state(tmp_path / "s" / "events.jsonl").trials.values()
-    assert (killed.state, exited.state, complete.state) == ("failed", "failed", "complete")
+    metrics = """
+    def metrics(self, output, batch):
+        return {} if self.width == 8 else {"error": (output - batch[1]).abs()}
+"""
+    write_task(tmp_path, "import os, signal\n" + TASK.replace(loss, loss + dying) + metrics)
+    study = ("tune", "my.py:Regression", "--grid", "width=12,16,4,8", "--metric", "min error")
+    succeed(*study, "--run-dir", "s", *LENGTH, at=tmp_path)
+    killed, exited, complete, without = read_state(tmp_path / "s" / "events.jsonl").trials.values()
+    assert [trial.state for trial in (killed, exited, complete, without)] == [
+        *["failed"] * 2,
+        "complete",
+        "failed",
+    ]
+    assert without.message == "error is not among its metrics"
     assert killed.message == "the trial was killed by SIGKILL, after step 0; see s/logs/0.txt"
     assert exited.message.startswith(
         "the trial failed: ended with exit status 0 before the training was over"
@@ -263,6 +272,11 @@ def test_unknown_metric_ends_the_study_after_its_first_evaluation(tmp_path):
             "cannot be divided between trials that share it; use --ranks-per-trial 2",
         ),
         (["--space", "width"], "--space must be NAME=RANGE"),
+        (["--space", "lr=1,2", "--lr", "3"], "lr is searched, and an option gives it the value 3"),
+        (
+            ["--space", "optimizer.momentum=0.5,0.9", "--space", "optimizer.name=adamw,sgd"],
+            "or add a condition: 'optimizer.momentum=… if optimizer.name==sgd'",
+        ),
         (["--space", "width=8,16", "--ranks", "100000"], "--ranks must be at most"),
         (["--grid", "lr=log:1:2"], "has no step"),
         (["--grid", "width=8,16", "--trials", "3"], "the grid has 2 combinations"),

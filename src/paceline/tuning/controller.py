@@ -64,7 +64,7 @@ class Controller:
 
     def __init__(self, folder: StudyFolder, definition: StudyDefinition, report: Report):
         self._folder, self.definition, self._report = folder, definition, report
-        self._is_metric_known = False
+        self._is_metric_known = False  # whether a trial had all metrics of the study
         self._checked, self._price = 0.0, read_price()
         self._curves: dict[int, EvaluationCurve] = {}
         self._begin: dict[int, int] = {}  # position of the first event of the training of a trial
@@ -74,6 +74,7 @@ class Controller:
             self._lock = on_error.enter_context(_lock(self._folder))
             self.state = read_state(self._folder.journal)
             check_values(self.definition.space, self.state, "study.toml")
+            self._is_metric_known = any(trial.state == "complete" for trial in self.state.trials.values())
             self._journal = JournalWriter(self._folder.journal)
             on_error.pop_all()
         return self
@@ -282,7 +283,8 @@ class Controller:
         samples, metrics = read_metrics(run)
         metrics["time"] = trial.seconds + seconds
         metrics |= measure_cost(run, trial.rank_seconds + seconds * (trial.ranks or 1), self._price)
-        self._check_metrics(metrics)
+        if not self._is_metric_known:
+            self._check_metrics(metrics)
         self._write(Reached(trial=trial.number, samples=samples, metrics=metrics, seconds=seconds))
         self._finish_stages(trial)
 
@@ -290,7 +292,8 @@ class Controller:
         """Finish a trial if its last stage was the last of all, or has no result."""
         missing = [goal.name for goal in self.definition.objectives if trial.metrics.get(goal.name) is None]
         if missing:
-            self._finish(trial, "failed", f"{missing[0]} is not a finite number")
+            what = "is not a finite number" if missing[0] in trial.metrics else "is not among its metrics"
+            self._finish(trial, "failed", f"{missing[0]} {what}")
         elif is_at_end(self.definition.search, trial):
             self._finish(trial, "complete", "")
 

@@ -1,5 +1,6 @@
 """The study that the options of paceline tune define or continue."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,11 @@ def open_folder(request: TuningRequest, definition: "StudyDefinition") -> "Study
     task = definition.request["task"]
     check_disk(definition, choose_study(request.run_dir, task).path)
     folder = create_study(request.run_dir, task)
-    definition.write(folder.definition)
+    try:
+        definition.write(folder.definition)
+    except RunError:  # a full disk
+        shutil.rmtree(folder.path)
+        raise
     return folder
 
 
