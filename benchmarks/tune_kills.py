@@ -56,11 +56,10 @@ def compare(folder: Path, ranks: int, trials: int, kills: int, seed: int) -> boo
         except subprocess.TimeoutExpired:
             kill_all(process)
             done += 1
-        else:
-            if (folder / "killed" / "study.toml").exists() and process.returncode == 0:
-                break
         if (folder / "killed" / "study.toml").exists():
             command = ("killed", "--resume")
+        if process.returncode == 0:  # all trials are over
+            break
     status = start(folder, *command).wait()
     killed = read_state(folder / "killed" / "events.jsonl")
     starts = [event.trial for event in killed.events if isinstance(event, Launched)]
@@ -70,7 +69,7 @@ def compare(folder: Path, ranks: int, trials: int, kills: int, seed: int) -> boo
         for at, event in enumerate(killed.events)
     )
     same = values(calm) == values(killed)
-    complete = sorted(ends) == list(range(trials)) and not after_end and status == 0
+    complete = sorted(ends) == list(range(trials)) and not after_end and status == 0 and not killed.skipped
     print(
         f"{ranks} at a time: {done} kills, {len(starts)} starts of {trials} trials, "
         f"each finished once: {complete}, same trials and values: {same}"
