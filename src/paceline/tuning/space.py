@@ -96,11 +96,11 @@ def build_space(parameters: Sequence[Parameter]) -> Space:
         waiting = [entry for entry in waiting if entry not in ready]
     for entry in ordered:
         if entry.condition is not None:
-            other = next(other for other in ordered if other.name == entry.condition.name)
-            if next(_find_holding(entry.condition, other), None) is None:
+            parent = next(known for known in ordered if known.name == entry.condition.name)
+            if next(_find_holding(entry.condition, parent), None) is None:
                 raise SpecError(
                     f"--space {entry.name}: its condition {entry.condition} never holds, since "
-                    f"{other.name} is {other.describe_range()}"
+                    f"{parent.name} is {parent.describe_range()}"
                 )
     return Space(tuple(ordered))
 
