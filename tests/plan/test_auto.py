@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -165,3 +166,10 @@ def test_cluster_of_another_device_is_ignored(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "cluster.json").write_text(json.dumps(gpu))
     assert local_cluster.load_cluster().device.name == "H100"
     assert local_cluster.load_cluster("cpu").device.kind == "cpu"
+
+
+@pytest.mark.parametrize(("slower_s", "chosen"), [(1.01, "ddp"), (1.03, "ddp,microbatches=2")])
+def test_fewer_micro_batches_of_a_similar_plan_are_preferred(slower_s, chosen):
+    plans = [("ddp,microbatches=2", 1.0), ("zero1", 1.005), ("ddp", slower_s)]
+    priced = [(parse(plan), SimpleNamespace(step_s=step_s)) for plan, step_s in plans]
+    assert str(choosing._find_whole_batches(priced[0], priced, 2)[0]) == chosen
