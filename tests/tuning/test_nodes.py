@@ -234,7 +234,7 @@ def test_job_uses_both_nodes_and_continues_after_its_time_limit(tmp_path):
             "--run-dir",
             "s",
         ]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
         match = re.fullmatch(r"s: job (\d+)\n", done.stdout)
         assert match, done.stdout + done.stderr
         running = [study / "trials" / str(number) for number in range(2)]

@@ -83,7 +83,7 @@ def test_best_trial_is_shown_and_can_be_trained_again(study):
     request = tomllib.loads((study / "best.toml").read_text())
     assert (request["optimizer"]["lr"], request["set"]["width"]) == (best.values["lr"], best.values["width"])
     shown = succeed("show", study, at=study.parent).out
-    rows = [line.split() for line in shown.splitlines() if re.match(r" *\d+\*? ", line)]
+    rows = [line.split() for line in shown.splitlines() if re.match(r" *\d+\*? +[\d.]+ ", line)]
     order = sorted(trials.values(), key=lambda trial: trial.metrics["loss"])
     assert [row[0] for row in rows] == [f"{t.number}*" if t is best else str(t.number) for t in order]
     succeed("train", study / "best.toml", "--run-dir", "again", at=study.parent)
