@@ -4,7 +4,7 @@ Each contender trains the digits CNN with the same 40 pairs of learning rate and
 one rank and one thread each, and evaluates after each epoch. Paceline also writes checkpoints, events and
 logs. The loop of the others reads whole batches from memory and has no other duty. The seconds are those of
 the whole command. The mean of the accuracies shows that all train the same trials. Runs are paired: the
-contenders take turns. Requires optuna and ray: pip install "paceline[tune,ray]"
+contenders take turns. Requires Optuna, and Ray Tune with pandas: pip install "paceline[tune,ray]" pandas
 
 python benchmarks/tune_makespan.py [--runs 5] [--contenders paceline optuna ray] [--epochs 3]
     [--json turns.json --turns 1]
@@ -13,6 +13,7 @@ With --json, each turn is appended to a file, and a later call continues with th
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -28,6 +29,7 @@ from typing import Any
 LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 WIDTHS = (4, 6, 8, 10, 12, 14, 16, 18)
 BATCH, AT_ONCE = 64, 4
+MODULES = {"optuna": ("optuna",), "ray": ("ray", "pandas")}  # that a contender needs
 Widths = tuple[int, ...]
 ENVIRON = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
@@ -58,6 +60,10 @@ def main() -> None:
     if options.part:
         PARTS[options.part[0]](*options.part[1:])
         return
+    for name in options.contenders:
+        for module in MODULES.get(name, ()):
+            if importlib.util.find_spec(module) is None:
+                parser.error(f"{name} requires {module}, which is not installed")
     turns: list[Turn] = []
     if options.json is not None and options.json.exists():
         turns = [Turn(**row) for row in json.loads(options.json.read_text())]
