@@ -9,7 +9,7 @@ import torch
 from command import succeed
 from harness import ranks
 from paceline.bench.collectives.alpha_beta import fit_rows, links_from_fits
-from paceline.bench.collectives.backends import TorchPeers, _torch_backend
+from paceline.bench.collectives.backends import TorchPeers, _torch_backend, find_cuda_support
 from paceline.bench.collectives.latency import explain_latencies
 from paceline.bench.collectives.measure import Rank, measure_rows
 from paceline.bench.collectives.operations import (
@@ -174,11 +174,35 @@ def test_counts_and_algorithms_are_parsed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("library", "parameters", "environ", "expected"),
+    [
+        ("Open MPI v5.0.3", "mca:opal:base:param:mpi_built_with_cuda_support:value:true\n", {}, None),
+        (
+            "Open MPI v4.1.4",
+            "mca:mpi:base:param:mpi_built_with_cuda_support:value:false\n",
+            {"MV2_USE_CUDA": "1"},
+            "this Open MPI was built without CUDA",
+        ),
+        ("MPICH Version: 4.0.2", "", {"MPICH_GPU_SUPPORT_ENABLED": "1"}, None),
+        ("MPICH Version: 4.0.2", "", {"MPICH_GPU_SUPPORT_ENABLED": "0"}, "none of MPICH_GPU_SUPPORT_ENABLED"),
+    ],
+    ids=["open", "open without", "cray", "mpich without"],
+)
+def test_an_mpi_that_is_not_cuda_aware_is_refused(
+    library: str, parameters: str, environ: dict[str, str], expected: str | None
+) -> None:
+    found = find_cuda_support(library, parameters, environ)
+    assert found == expected if expected is None else (found or "").startswith(expected)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"ranks": "2,x"}, "--ranks must be numbers such as 2 or 2,4,8, got '2,x'"),
         ({"ranks": "1,2"}, "collectives require at least 2 ranks, got 1; use --ranks 2 or more"),
         ({"nccl": "rign"}, "--nccl rign: unknown algorithm 'rign'; choose from Ring, Tree"),
+        ({"device": "tpu"}, "--device must be cpu or cuda, got 'tpu'"),
+        ({"device": "cuda", "backends": "gloo"}, "finds no GPU; leave it out"),
         ({"nccl": "ring/x"}, "--nccl ring/x: unknown protocol 'x'; choose from LL, LL128, Simple"),
         (
             {"nccl": "ring", "backends": "gloo"},

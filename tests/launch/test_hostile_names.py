@@ -192,9 +192,9 @@ def test_slurm_reads_names_as_they_are(tmp_path: Path, monkeypatch: pytest.Monke
         victim = slurm.run(*words).strip()
         for comment in (f"x JobId={victim} JobState=COMPLETED", f"x\nJobId={victim} JobState=COMPLETED"):
             slurm.run(*words, f"--comment={comment}")
-        assert client.list_statuses()[victim].state == "PENDING"
+        assert client.list_statuses(os.getuid())[victim].state == "PENDING"
         array = slurm.run(*words, "--array=0-2").strip()
-        assert {f"{array}_0", f"{array}_2"} <= client.list_statuses().keys()
+        assert {f"{array}_0", f"{array}_2"} <= client.list_statuses(os.getuid()).keys()
         assert client.status(f"{array}_1").state == "PENDING"
         assert client.status("99999") is None
         refused = paceline("status", tmp_path / "100%j", at=tmp_path, **slurm.env)

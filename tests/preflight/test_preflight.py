@@ -204,6 +204,15 @@ def test_conda_may_come_with_a_module(folder, monkeypatch):
     )
 
 
+def test_lines_of_setup_are_checked(folder):
+    Path("set_vars.sh").write_text("export A=1\n")
+    assert "passes: setup is valid bash, of 2 lines" in check_site_file(
+        'setup = ["source set_vars.sh", "A=1; export A"]'
+    )
+    assert check_site_file('setup = ["if true"]')[0].startswith("fails: setup is not valid bash: bash: line")
+    assert check_site_file('setup = [". ./none.sh"]')[0].startswith("warns: setup reads ./none.sh, which")
+
+
 def test_files_that_the_site_file_names_must_exist(folder):
     Path("no.tar").write_text("no tar")
     assert check_site_file('container = "no.sif"') == [

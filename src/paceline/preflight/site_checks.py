@@ -1,6 +1,7 @@
 """Checks of the computing centre: the site file and the files that it names, Slurm's limits and variables."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,8 +19,10 @@ from paceline.launch.slurm.srun import count_allocated_nodes
 from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import Results, Verdict
 from paceline.spec import suggest
+from paceline.units import several
 
 ANSWER_S = 30.0
+SOURCE = re.compile(r"\s*(?:source|\.)\s+([\w./~-]+)\s*(?:$|;|&&)")
 NO_MODULE = 97  # exit status
 NO_COMMAND = 127
 IMPORTS = (
@@ -51,6 +54,8 @@ def check_site(context: PreflightContext) -> Results:
     )
     if site.modules:
         yield from _check_modules(site.modules)
+    if site.setup:
+        yield from _check_setup(site.setup)
     if site.conda is not None:
         yield from _check_conda(site.conda, site.modules)
     if site.venv is not None:
@@ -76,6 +81,20 @@ def _check_modules(names: Sequence[str]) -> Results:
         )
     else:
         yield "passes", f"modules {', '.join(names)} can be loaded"
+
+
+def _check_setup(lines: Sequence[str]) -> Results:
+    """Check the syntax of lines of bash, and the files that they source."""
+    done = subprocess.run(["bash", "-n"], input="\n".join(lines), capture_output=True, text=True)
+    if done.returncode:
+        yield "fails", f"setup is not valid bash: {_last_line(done.stderr.strip())}; change the site file"
+        return
+    files = [match[1] for line in lines if (match := SOURCE.match(line)) is not None]
+    missing = [file for file in files if not Path(file).expanduser().exists()]
+    if missing:
+        yield "warns", f"setup reads {', '.join(missing)}, which does not exist here; the nodes must have it"
+    else:
+        yield "passes", f"setup is valid bash, of {several(len(lines), 'line')}"
 
 
 def _suggest_modules(names: Sequence[str]) -> str:

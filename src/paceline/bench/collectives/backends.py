@@ -1,5 +1,6 @@
 """Back ends: torch's, and MPI through mpi4py. Each is a table of calls by operation name."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from paceline.bench.collectives.operations import AVERAGE, MAX, MIN, PRODUCT, REDUCTIONS, ROOT, GroupRank
 from paceline.bench.timer import WALL, Clock, cuda_event_clock
+from paceline.cluster.run_tool import run
 from paceline.distributed.process_group import choose_device, process_group
 from paceline.distributed.world import World
 from paceline.errors import BenchError
@@ -165,8 +167,10 @@ def _torch_backend(name: str, device: torch.device, timeout_s: float) -> Backend
 
     clock = cuda_event_clock() if device.type == "cuda" else WALL
     about = f"{name} of torch {torch.__version__}"
-    if device.type == "cuda":
+    if name == "nccl":
         about += f", {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    elif device.type == "cuda":
+        about += ", memory of the GPU"
     in_place = {**TORCH_IN_PLACE, **dict(_torch_reductions())}
     return Backend(name, about, device, clock, group, TORCH_OUT_OF_PLACE, in_place)
 
@@ -175,8 +179,12 @@ def _torch_backend(name: str, device: torch.device, timeout_s: float) -> Backend
 
 
 def _as_call(call: Callable[[Any, Any, Any], Run]) -> Call:
-    """Pass tensors to mpi4py as NumPy arrays, which share the memory of CPU tensors."""
-    return lambda comm, at, input, output: call(comm, input.numpy(), output.numpy())
+    """Pass CPU tensors to mpi4py as NumPy arrays, which share their memory, and CUDA tensors as they are."""
+    return lambda comm, at, input, output: call(comm, _as_buffer(input), _as_buffer(output))
+
+
+def _as_buffer(tensor: Tensor) -> Any:
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
 def _is_root(comm: Any) -> bool:
@@ -270,7 +278,7 @@ def _load_mpi() -> Any:
     return MPI
 
 
-def _mpi_backend() -> tuple[Backend, Peers]:
+def _mpi_backend(device: torch.device) -> tuple[Backend, Peers]:
     from mpi4py import __version__
 
     MPI = _load_mpi()
@@ -283,12 +291,11 @@ def _mpi_backend() -> tuple[Backend, Peers]:
         )
 
     library = MPI.Get_library_version().split(",")[0].strip()
-    about = f"{library}, host memory, through mpi4py {__version__}"
+    where = "host memory" if device.type == "cpu" else "memory of the GPU"
+    about = f"{library}, {where}, through mpi4py {__version__}"
     out_of_place, in_place = _mpi_calls(MPI.IN_PLACE)
     reductions = _mpi_reductions(MPI)
-    backend = Backend(
-        "mpi", about, torch.device("cpu"), WALL, group, {**out_of_place, **reductions}, in_place
-    )
+    backend = Backend("mpi", about, device, WALL, group, {**out_of_place, **reductions}, in_place)
     return backend, MpiPeers(world, MPI.MAX, MPI.IN_PLACE)
 
 
@@ -321,13 +328,45 @@ def _no_mpi() -> str | None:
 
 
 MISSING: Mapping[str, Callable[[], str | None]] = {"gloo": _no_gloo, "nccl": _no_nccl, "mpi": _no_mpi}
+# Variables by which other libraries than Open MPI accept memory of a GPU.
+GPU_VARIABLES = ("MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_ENABLE_GPU", "MV2_USE_CUDA", "I_MPI_OFFLOAD")
+
+
+def find_cuda_support(library: str, parameters: str, environ: Mapping[str, str]) -> str | None:
+    """Return why an MPI library does not accept memory of a GPU, which would end the ranks; None if it does.
+
+    library: its version. parameters: the output of `ompi_info --parsable --all`.
+    """
+    if "Open MPI" in library:
+        has_support = "mpi_built_with_cuda_support:value:true" in parameters
+        return None if has_support else "this Open MPI was built without CUDA"
+    has_support = any(environ.get(name, "0") not in ("", "0") for name in GPU_VARIABLES)
+    return None if has_support else f"none of {', '.join(GPU_VARIABLES)} is set"
+
+
+def _check_device(names: Sequence[str], world: World, ranks: int) -> None:
+    """Raise BenchError if gloo or mpi cannot have their tensors on the GPU."""
+    if not torch.cuda.is_available():
+        raise BenchError(f"--device cuda: torch {torch.__version__} finds no GPU; leave it out")
+    if world.launcher is None and ranks > torch.cuda.device_count():
+        raise BenchError(
+            f"--device cuda requires a GPU for each of {ranks} ranks, got {torch.cuda.device_count()}; use "
+            "fewer ranks, or leave it out"
+        )
+    if "mpi" in names:
+        library, parameters = _load_mpi().Get_library_version(), run("ompi_info", "--parsable", "--all")
+        if why := find_cuda_support(library, parameters, os.environ):
+            raise BenchError(f"--device cuda: mpi needs a CUDA-aware library, and {why}; load its module")
+
+
 MPI_LAUNCHERS = ("openmpi", "mpich", "slurm")
 
 
-def check_backends(names: Sequence[str], world: World, ranks: int) -> None:
+def check_backends(names: Sequence[str], world: World, ranks: int, device: str = "cpu") -> None:
     """Raise BenchError if a back end is not available; the message says how to get it.
 
-    world: if it has no launcher, the ranks will be started on this machine.
+    world: if it has no launcher, the ranks will be started on this machine. device: of the tensors of gloo
+    and mpi.
     """
     for name in names:
         if name not in MISSING:
@@ -339,6 +378,8 @@ def check_backends(names: Sequence[str], world: World, ranks: int) -> None:
             f"nccl requires a GPU for each of {ranks} ranks, got {torch.cuda.device_count()}; "
             "use fewer ranks, or gloo"
         )
+    if device == "cuda":
+        _check_device(names, world, ranks)
     if "mpi" not in names:
         return
     if world.launcher is None and shutil.which("mpirun") is None:
@@ -362,25 +403,26 @@ def default_ranks() -> int:
 
 @contextmanager
 def join_backends(
-    names: Sequence[str], world: World, timeout_s: float, rendezvous_dir: Path
+    names: Sequence[str], world: World, timeout_s: float, rendezvous_dir: Path, device_type: str = "cpu"
 ) -> Iterator[tuple[list[Backend], Peers]]:
     """Join the other ranks on each back end; yield the back ends and the peers.
 
-    rendezvous_dir: a folder that all ranks see, for launchers that provide no store.
+    rendezvous_dir: a folder that all ranks see, for launchers that provide no store. device_type: of the
+    tensors of gloo and mpi.
     """
+    has_gpu = "nccl" in names or device_type == "cuda"
+    device = choose_device(world, "cuda" if has_gpu else "cpu")
+    own_device = device if device_type == "cuda" else torch.device("cpu")
     backends: dict[str, Backend] = {}
     peers: Peers = TorchPeers()
     if "mpi" in names:
-        backends["mpi"], mpi_peers = _mpi_backend()
+        backends["mpi"], mpi_peers = _mpi_backend(own_device)
         if len(names) == 1:  # otherwise gloo, which sleeps while it waits; MPI keeps a core of each rank busy
             peers = mpi_peers
     torch_names = [name for name in names if name != "mpi"]
-    device = choose_device(world, None if "nccl" in names else "cpu") if torch_names else torch.device("cpu")
     with process_group(world, device, timeout_s, rendezvous_dir) if torch_names else nullcontext():
         for name in torch_names:
-            backends[name] = _torch_backend(
-                name, device if name == "nccl" else torch.device("cpu"), timeout_s
-            )
+            backends[name] = _torch_backend(name, device if name == "nccl" else own_device, timeout_s)
         yield [backends[name] for name in names], peers
     if "mpi" in names:  # not after an error: Finalize waits for all ranks, and mpirun ends them
         _load_mpi().Finalize()

@@ -87,7 +87,10 @@ class CollectiveCase:
 
 def measure_on_rank(request: CollectiveRequest, world: World, rendezvous_dir: Path) -> Iterator[Row | str]:
     """Yield rows as they are measured, and notes on what was left out and why. All ranks yield the same."""
-    with join_backends(request.backends, world, request.timeout_s, rendezvous_dir) as (backends, peers):
+    with join_backends(request.backends, world, request.timeout_s, rendezvous_dir, request.device) as (
+        backends,
+        peers,
+    ):
         hosts = peers.all_gather(platform.node())
         yield from measure_rows(request, Rank(world, hosts, backends, peers))
 
@@ -146,6 +149,7 @@ def _measure_case(case: CollectiveCase, rank: Rank, budget: Budget) -> Row | str
     num_wrong = round(rank.peers.all_reduce_max([num_wrong])[0])
     input.zero_()
     output.zero_()
+    _synchronize(case.backend.device)
     timing = measure(run, budget, case.backend.clock, rank.peers.all_reduce_max)
     row: dict[str, Any] = {
         "operation": case.operation.name,
@@ -211,8 +215,15 @@ def _check(
     output.fill_(-1 if output.dtype.is_signed else 255)
     if given := case.operation.given(at, case.elements):
         input.copy_(build_tensor(given, at.size, input.dtype, input.device))
+    _synchronize(case.backend.device)
     run()
     return count_wrong(output, case.operation.expected(at, case.elements), at.size)
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait for the work of this rank on a GPU: MPI does not know its streams."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _check_barrier(case: CollectiveCase, rank: Rank, run: Any) -> int:
@@ -223,8 +234,7 @@ def _check_barrier(case: CollectiveCase, rank: Rank, run: Any) -> int:
     if at.rank == at.size - 1:
         time.sleep(BARRIER_DELAY_S)
     run()
-    if case.backend.device.type == "cuda":
-        torch.cuda.synchronize(case.backend.device)
+    _synchronize(case.backend.device)
     return int(time.perf_counter() - start < BARRIER_DELAY_S / 2)
 
 

@@ -1,6 +1,6 @@
 """Request: which collectives to measure, and how."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,7 @@ class CollectiveRequest(Value):
     places: tuple[str, ...] = ("out", "in")
     axes: tuple[str, ...] = ()
     plan: str | None = None
+    device: Literal["cpu", "cuda"] = "cpu"  # of the tensors of gloo and mpi; nccl has them on the GPU
     algorithms: tuple[str, ...] = ()  # of nccl, such as "Ring/LL"; empty: nccl chooses
     seconds: Annotated[float, Field(gt=0)] = 0.2  # per row, without its warm-up
     timeout_s: Annotated[float, Field(gt=0)] = 300.0  # per call

@@ -45,7 +45,7 @@ def _describe(run: RunFolder) -> str:
     job = None
     try:
         if run.job is not None:
-            jobs, error = _list_jobs()
+            jobs, error = _list_jobs(run.path.stat().st_uid)
             job = jobs.get(run.job)
             notes += f"; {error}" if error is not None else ""
     except Error as damage:  # of the file with the job number; the files of the run are still shown
@@ -63,13 +63,13 @@ def _describe(run: RunFolder) -> str:
 
 
 @functools.cache
-def _list_jobs() -> "tuple[dict[str, Status], Error | None]":
-    """Return all jobs of Slurm by number, or the error of the query. Slurm is queried once for all runs."""
+def _list_jobs(user: int) -> "tuple[dict[str, Status], Error | None]":
+    """Return the jobs of a user by number, or the error of the query. Slurm is queried once for all runs."""
     from paceline.errors import LaunchError
     from paceline.launch.slurm import client as slurm
 
     try:
-        return slurm.list_statuses(), None
+        return slurm.list_statuses(user), None
     except LaunchError as error:
         return {}, error
 

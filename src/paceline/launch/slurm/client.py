@@ -123,16 +123,9 @@ def status(job: str) -> Status | None:
     return replace(found[0], id=job) if found else None
 
 
-def list_statuses() -> dict[str, Status]:
-    """Return the states of this user's jobs by id, and by ARRAY_TASK for those of an array.
-
-    Slurm is asked once.
-    """
-    return {
-        name: replace(state, id=name)
-        for names, state in _list_jobs(f"--user={os.getuid()}")
-        for name in names
-    }
+def list_statuses(user: int) -> dict[str, Status]:
+    """Return the states of a user's jobs by id, and by ARRAY_TASK for those of an array, with one query."""
+    return {name: replace(state, id=name) for names, state in _list_jobs(f"--user={user}") for name in names}
 
 
 def _list_jobs(*words: str) -> Iterator[tuple[tuple[str, ...], Status]]:

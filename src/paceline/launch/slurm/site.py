@@ -81,6 +81,11 @@ class Site(Value):
     def _lines_are_whole(self) -> Self:
         """Raise ValueError for a value that would break a line of a job script in two."""
         check_printable(self, *type(self).model_fields)
+        texts = {name: getattr(self, name) for name in type(self).model_fields}
+        if bad := next((name for name, text in texts.items() if text == "" or "" in _list(text)), None):
+            raise ValueError(f"{bad} must not be empty; leave it out")
+        if "/" in self.log or self.log in (".", ".."):
+            raise ValueError(f"log must be the name of a file in the run folder, got {self.log!r}")
         if self.container is not None and not re.match(r"[\w./~]", self.container):
             raise ValueError(f"container must be a file or an address, got {self.container!r}")
         if bad := next((option for option in self.sbatch if not option.startswith("-")), None):
@@ -91,7 +96,13 @@ class Site(Value):
 
     @model_validator(mode="after")
     def _options_are_not_reserved(self) -> Self:
-        for word in (word for option in self.sbatch for word in shlex.split(option)):
+        words = []
+        for option in self.sbatch:
+            try:
+                words += shlex.split(option)
+            except ValueError as error:
+                raise ValueError(f"sbatch has {option!r} with an open quotation mark; close it") from error
+        for word in words:
             for name, letter, fix in RESERVED_OPTIONS:
                 if _is_option(word, name, letter):
                     raise ValueError(
@@ -111,6 +122,10 @@ class Site(Value):
             return None
         folders = [os.path.expandvars(folder) for folder in self.backups]
         return any(path.resolve().is_relative_to(Path(each).resolve()) for each in folders if "$" not in each)
+
+
+def _list(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else ()
 
 
 def _is_option(word: str, name: str, letter: str) -> bool:

@@ -66,6 +66,9 @@ def collectives(
             help="Algorithms of nccl, with a protocol if you like: ring,tree/LL [default: nccl chooses]",
         ),
     ] = None,
+    device: Annotated[
+        str, Option(help="Where gloo and mpi have their tensors: cpu, or cuda with an MPI that accepts them.")
+    ] = "cpu",
     plan: Annotated[str | None, Option(help="Measure along the axes of this plan's mesh, e.g. tp=2.")] = None,
     seconds: Annotated[float, Option(help="Time to measure each row, without its warm-up.", min=0.001)] = 0.2,
     timeout: Annotated[float, Option(help="Seconds after which an unfinished call fails.", min=1)] = 300.0,
@@ -83,7 +86,7 @@ def collectives(
     with _report_once(me):
         begin("collectives", compare, json, plot)
         request, counts = _request(
-            me, ranks, backends, sizes, operations, dtypes, place, axes, plan, seconds, timeout, nccl
+            me, ranks, backends, sizes, operations, dtypes, place, axes, plan, seconds, timeout, nccl, device
         )
         raise typer.Exit(_measure(request, me, counts, json, plot))
 
@@ -112,6 +115,7 @@ def _request(
     seconds: float,
     timeout_s: float,
     nccl: str | None,
+    device: str,
 ) -> "tuple[CollectiveRequest, tuple[int, ...]]":
     """Return the request and the numbers of ranks, checked as far as possible before ranks are started."""
     from paceline.bench.collectives.operations import ALL_OPERATIONS
@@ -124,6 +128,8 @@ def _request(
         parse_sizes,
     )
 
+    if device not in ("cpu", "cuda"):
+        raise BenchError(f"--device must be cpu or cuda, got {device!r}")
     chosen: dict[str, tuple[str, ...]] = {}
     if operations is not None:
         chosen["operations"] = parse_names(operations, (*ALL_OPERATIONS,), "operation")
@@ -155,6 +161,7 @@ def _request(
         seconds=seconds,
         timeout_s=timeout_s,
         algorithms=algorithms,
+        device="cuda" if device == "cuda" else "cpu",
         **chosen,
     )
     if algorithms and request.backends != ("nccl",):
@@ -166,7 +173,7 @@ def _request(
         counts = (me.size,)
     counts = counts or (available.default_ranks(),)
     for count in counts:
-        available.check_backends(request.backends, me, count)
+        available.check_backends(request.backends, me, count, request.device)
         check_axes(request.axes, request.plan, count)
     return request, counts
 
