@@ -1,10 +1,12 @@
 """Minima, maxima, products and averages; several numbers of ranks in one run; algorithms of nccl."""
 
+import io
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from command import succeed
 from harness import ranks
@@ -29,7 +31,8 @@ from paceline.bench.collectives.request import (
     parse_counts,
 )
 from paceline.bench.collectives.workers import run_all_workers
-from paceline.bench.result import read
+from paceline.bench.report.collectives import show
+from paceline.bench.result import Result, read
 from paceline.cli.measure.bench import collectives
 from paceline.distributed.world import read_world
 from paceline.errors import BenchError, Error
@@ -171,6 +174,27 @@ def test_algorithms_reach_the_ranks_and_name_their_rows(monkeypatch: pytest.Monk
 def test_counts_and_algorithms_are_parsed() -> None:
     assert parse_counts("8,2,4,2") == (2, 4, 8)
     assert parse_algorithms("ring, tree/ll128,RING") == ("Ring", "Tree/LL128")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_no_number_of_a_table_is_cut_off(is_terminal: bool) -> None:
+    """In 80 columns, with types and numbers of ranks: a terminal shows fewer columns, a file has all."""
+    timing = {"min_s": 1e-4, "p95_s": 3e-4, "n": 100, "algbw_GBps": 0.123, "busbw_GBps": 0.456, "wrong": 0}
+    rows = [
+        {**row, **timing, "dtype": dtype}
+        for dtype in ("fp32", "uint8")
+        for row in make_rows({2: 1.5e-4, 4: 2.5e-4}, "reduce-scatter-average")
+    ]
+    settings = {"ranks": [2, 4], "seconds": 0.1}
+    result = Result(kind="collectives", settings=settings, rows=tuple(rows), summary=fit_rows(rows))
+    console = Console(width=80, record=True, file=io.StringIO(), force_terminal=is_terminal)
+    show(console, result)
+    text = console.export_text()
+    table, _, fits = text.partition("time = α")
+    assert "…" not in text
+    assert "reduce-scatter-average" in fits
+    assert ("p95" in table) == (not is_terminal)
+    assert max(map(len, table.splitlines())) <= (80 if is_terminal else 120)
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ def _build_cases(
     request: CollectiveRequest, axes: Sequence[Axis], backends: Sequence[Backend]
 ) -> Iterator[CollectiveCase]:
     """Yield the rows to measure. Back ends and places alternate, so that they see the same conditions."""
+    built = set()
     for name in request.operations:
         sized = name != "barrier"
         for axis in axes:
@@ -124,7 +125,10 @@ def _build_cases(
                             case = CollectiveCase(
                                 ALL_OPERATIONS[name], backend, axis, dtype, place == "in", size_bytes
                             )
-                            if case.call is not None:
+                            # two sizes may be rounded up to the same number of elements
+                            key = (name, axis.name, dtype, backend.name, place, case.elements)
+                            if case.call is not None and key not in built:
+                                built.add(key)
                                 yield case
 
 

@@ -5,11 +5,15 @@ from itertools import groupby
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from paceline.bench.report.bench import Column, as_text, build_table, field
 from paceline.bench.result import Result, Row
 from paceline.units import format_bytes, several
+
+DISPENSABLE = ("n", "p95", "min")  # columns that a narrow terminal does not show, in this order
+MAX_WIDTH = 1000
 
 
 def show(console: Console, result: Result) -> None:
@@ -23,15 +27,32 @@ def show(console: Console, result: Result) -> None:
     keys = ("axis", "ranks", "dtype", "algorithm")
     differing = [name for name in keys if len({row.get(name) for row in result.rows}) > 1]
     varied = [field(name, name, right=False) for name in differing]
-    console.print(_by_operation(result.rows, (ROW[0], *varied, *ROW[1:])))
+    columns = [ROW[0], *varied, *ROW[1:]]
+    for title in DISPENSABLE:
+        if console.is_terminal and _measure(console, _by_operation(result.rows, columns)) > console.width:
+            columns = [column for column in columns if column.title != title]
+    _print_whole(console, _by_operation(result.rows, columns))
     if result.summary:
         console.print(
             "\ntime = α + factor · S / β, with the factor of busbw; ± one standard error", style="dim"
         )
-        console.print(build_table(result.summary, (FIT[0], *varied, *FIT[1:])))
+        _print_whole(console, build_table(result.summary, (FIT[0], *varied, *FIT[1:])))
     if num_wrong := sum(bool(row["wrong"]) for row in result.rows):
         message = f"WRONG elements in {several(num_wrong, 'row')} of {len(result.rows)}"
         console.print(message, style="bold red")
+
+
+def _measure(console: Console, table: Table) -> int:
+    """Return the number of characters that a table needs."""
+    return Measurement.get(console, console.options.update(width=MAX_WIDTH), table).maximum
+
+
+def _print_whole(console: Console, table: Table) -> None:
+    """Print a table, if need be beyond the width: a number that is cut off is wrong."""
+    width = console.width
+    console.width = max(width, _measure(console, table))
+    console.print(table, crop=False)
+    console.width = width
 
 
 def format_counts(ranks: Any) -> str:

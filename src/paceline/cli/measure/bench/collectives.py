@@ -207,6 +207,8 @@ def _measure(
         os._exit(INTERRUPTED)  # the thread that measures may wait for ranks that are gone
     if ended is not None:
         raise ended
+    if not rows and me.rank == 0:
+        raise BenchError(f"nothing was measured: {'; '.join(map(str, items)) or 'no operation is possible'}")
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
