@@ -200,3 +200,19 @@ def test_slurm_reads_names_as_they_are(tmp_path: Path, monkeypatch: pytest.Monke
         refused = paceline("status", tmp_path / "100%j", at=tmp_path, **slurm.env)
         assert "Traceback" not in refused.all
     assert not list(tmp_path.rglob("HIT"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0:42", "00:00:42"),
+        ("10:00", "00:10:00"),
+        ("1:02:03", "01:02:03"),
+        ("12:00:00", "12:00:00"),
+        ("1-02:03:04", "1-02:03:04"),
+        ("UNLIMITED", "UNLIMITED"),
+        ("INVALID", "INVALID"),
+    ],
+)
+def test_times_of_squeue_have_hours(text: str, expected: str) -> None:
+    assert client._pad_clock(text) == expected

@@ -136,9 +136,9 @@ def assert_queried_once(at: Path, slurm: Slurm, *runs: tuple[str, str, str]) -> 
     `runs`: name, job and state of each.
     """
     (at / "bin").mkdir()
-    scontrol = shutil.which("scontrol", path=slurm.env.get("PATH"))
-    (at / "bin/scontrol").write_text(f'#!/bin/sh\necho "$@" >> {at}/queries\nexec {scontrol} "$@"\n')
-    (at / "bin/scontrol").chmod(0o755)
+    squeue = shutil.which("squeue", path=slurm.env.get("PATH"))
+    (at / "bin/squeue").write_text(f'#!/bin/sh\necho "$@" >> {at}/queries\nexec {squeue} "$@"\n')
+    (at / "bin/squeue").chmod(0o755)
     path = f"{at}/bin:{slurm.env.get('PATH', os.environ['PATH'])}"
     message = succeed("status", at=at, **slurm.env | {"PATH": path}).out
     for name, job, state in runs:

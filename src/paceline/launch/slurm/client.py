@@ -48,7 +48,7 @@ class Status:
     state: str  # RUNNING
     reason: str | None  # why it is pending, or ended
     nodes: str | None  # n[1-2]
-    run_time: str  # 0:42, as days-hours:minutes:seconds
+    run_time: str  # 00:00:42, as days-hours:minutes:seconds
     time_limit: str
     start: str | None  # when it started, or is expected to start
 
@@ -147,11 +147,18 @@ def _list_jobs(*words: str) -> Iterator[tuple[tuple[str, ...], Status]]:
                 state=state,
                 reason=_known(reason.replace("_", " ")),
                 nodes=_known(nodes),
-                run_time=run_time,
-                time_limit=time_limit,
+                run_time=_pad_clock(run_time),
+                time_limit=_pad_clock(time_limit),
                 start=_known(start),
             ),
         )
+
+
+def _pad_clock(text: str) -> str:
+    """Return a time with hours: squeue prints 10 minutes as 10:00."""
+    if not re.fullmatch(r"(\d+:)?\d+:\d\d", text):  # 1-02:03:04, UNLIMITED
+        return text
+    return f"{text:0>8}" if text.count(":") == 2 else f"00:{text:0>5}"
 
 
 def _known(text: str) -> str | None:
