@@ -396,19 +396,17 @@ def test_names_that_look_like_commands_of_a_terminal(tmp_path):
 def test_probe_beside_programs_that_hang(tmp_path):
     """Every tool sleeps; the probe still ends, and says which facts are unknown."""
     for name in ("nvidia-smi", "rocm-smi", "lscpu", "quota", "myquota", "mpirun"):
-        (tmp_path / name).write_text("#!/bin/sh\nsleep 300\n")
+        (tmp_path / name).write_text("#!/bin/sh\nsleep 30077\n")
         (tmp_path / name).chmod(0o755)
-    began = time.monotonic()
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = paceline("probe", tmp_path, "--json", "m.json", at=tmp_path, PATH=path)
     assert done.status == 0, done.all
-    assert time.monotonic() - began < 90
-    notes = json.loads((tmp_path / "m.json").read_text())["silent"]
-    assert {"NVIDIA's GPUs: nvidia-smi did not answer within 10 s"} <= {*notes}
-    assert len(notes) == 7
     assert "Traceback" not in done.all
-    left = [process.pid for process in psutil.process_iter() if process.cmdline() == ["sleep", "300"]]
-    assert left == []
+    notes = {note.partition(":")[0]: note for note in json.loads((tmp_path / "m.json").read_text())["silent"]}
+    slow = ("NVIDIA's GPUs", "NVIDIA's topology", "AMD's GPUs", "AMD's topology", "the CPU", "MPI", "quotas")
+    assert all("did not answer within 10 s" in notes[name] for name in slow), notes
+    left = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert ["sleep", "30077"] not in left
 
 
 def test_ctrl_c_ends_the_tools(tmp_path):
