@@ -46,7 +46,7 @@ def without_heartbeats() -> Iterator[None]:
 
 def measure_step_s(folder: str, steps: int, heartbeats: bool) -> float:
     """Return the mean step time of a training of the digits task."""
-    from paceline.training.loop import train
+    from paceline.training.train import train
 
     spec = Spec(
         task="digits", steps=steps, save=Save(minutes=float("inf")), evaluate_every=10**6, profile=False

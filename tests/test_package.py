@@ -53,12 +53,12 @@ def test_files_without_torch_import_without_torch():
     )
     assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
     result = subprocess.run(
-        [sys.executable, "-c", WITHOUT, "paceline.training.loop"],
+        [sys.executable, "-c", WITHOUT, "paceline.training.train"],
         capture_output=True,
         text=True,
         env=clean_environment(),
     )
-    assert result.stdout.startswith("paceline.training.loop ")
+    assert result.stdout.startswith("paceline.training.train ")
 
 
 def test_class_names_are_unique():

@@ -12,7 +12,8 @@ from paceline.cluster.published import find
 from paceline.errors import SpecError
 from paceline.run import RunFolder
 from paceline.spec import load_own
-from paceline.training import loop, torch_settings
+from paceline.training import torch_settings
+from paceline.training.train import train as train_rank
 
 
 def measured(cluster: Cluster, source: str = "measured", **flops: float) -> Cluster:
@@ -87,7 +88,7 @@ def test_tf32_is_fp32_with_its_key() -> None:
 
 def test_ranks_refuse_a_precision_that_was_not_chosen() -> None:
     with pytest.raises(SpecError, match="must be chosen before the ranks start"):
-        next(loop.train(Spec(precision="auto")))
+        next(train_rank(Spec(precision="auto")))
 
 
 def test_a_precision_without_units_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

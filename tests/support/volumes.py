@@ -13,7 +13,7 @@ from paceline import Spec, Task, train
 from paceline.events import Step
 from paceline.plan.comm_volume import MODEL, CommVolume
 from paceline.plan.plan import parse
-from paceline.training import loop
+from paceline.training import train as train_module
 from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.dry_run import compute_comm_volume
 from paceline.training.setup import PreparedTraining
@@ -29,7 +29,7 @@ def no_fault(training: PreparedTraining) -> AbstractContextManager[None]:
 def measure_step(task: Task, spec: Spec, plan: str, fault: Fault = no_fault) -> tuple[CommVolume, list[int]]:
     """Return the volume of the third step on this rank, and the bytes of DDP's buckets."""
     kept: list[PreparedTraining] = []
-    build_training = loop.build_training
+    build_training = train_module.build_training
     step_metrics.REDUCE_EVERY_S = 0.0  # the metrics of each step are reduced separately
 
     def keep(*args: Any, **kwargs: Any) -> PreparedTraining:
@@ -39,7 +39,7 @@ def measure_step(task: Task, spec: Spec, plan: str, fault: Fault = no_fault) -> 
         kept.append(training)
         return training
 
-    loop.build_training = keep
+    train_module.build_training = keep
     try:
         events = train(spec, parse(plan), task=task)
         while not isinstance(next(events), Step):  # it is yielded while step 2 runs
@@ -52,7 +52,7 @@ def measure_step(task: Task, spec: Spec, plan: str, fault: Fault = no_fault) -> 
         buckets = _bucket_bytes(kept[0].update.model)
         list(events)
     finally:
-        loop.build_training, step_metrics.REDUCE_EVERY_S = build_training, 0.1
+        train_module.build_training, step_metrics.REDUCE_EVERY_S = build_training, 0.1
     return counter.volume(), buckets
 
 

@@ -17,6 +17,7 @@ from paceline.run import RunFolder
 from paceline.spec import Save, Stop
 from paceline.training import loop
 from paceline.training.stop_policy import StopState, add_evaluation, explain_stop
+from paceline.training.train import train as train_rank
 from runs import NEVER, STEPS, make_spec, train_run, train_run_on_this_rank
 
 EVERY = 2  # steps between evaluations
@@ -174,7 +175,7 @@ def train_with_clock(spec: Spec, plan: str, run: Path, elapsed_s: list[float]) -
     import os
 
     rank = int(os.environ["RANK"])
-    *_, ended = loop.train(spec, parse(plan), run=RunFolder(run), elapsed_s=elapsed_s[rank])
+    *_, ended = train_rank(spec, parse(plan), run=RunFolder(run), elapsed_s=elapsed_s[rank])
     return ended
 
 

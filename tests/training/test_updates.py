@@ -208,7 +208,7 @@ class Gradual(Task):
 
 
 def test_parameters_have_no_gradient_before_their_start() -> None:
-    from paceline.training.loop import train
+    from paceline.training.train import train
 
     computed = []
 
@@ -294,7 +294,7 @@ def test_a_resumed_gan_equals_an_undisturbed_one(tmp_path: Path) -> None:
 
 
 def test_events_have_the_loss_of_each_update() -> None:
-    from paceline.training.loop import train
+    from paceline.training.train import train
 
     steps = [event for event in train(SPEC, "single", task=Gan(), device="cpu") if isinstance(event, Step)]
     of_critic = ["critic", "critic.real", "critic.fake"]
@@ -476,7 +476,7 @@ def test_changes_of_updates_are_described() -> None:
 def test_replay_of_a_step(tmp_path: Path) -> None:
     spec = SPEC.model_copy(update={"task": f"{__file__}:Noisy", "save": Save(minutes=NEVER)})
     run = create(tmp_path / "r", spec, Launch(ranks=1, plan="single", device="cpu"))
-    from paceline.training.loop import train
+    from paceline.training.train import train
 
     events = [event for event in train(spec, "single", run=run, device="cpu") if isinstance(event, Step)]
     found = replay(run, 4, "cpu")
@@ -490,7 +490,7 @@ def test_replay_of_a_step(tmp_path: Path) -> None:
 
 
 def test_profile_of_a_step_with_two_passes() -> None:
-    from paceline.training.loop import train
+    from paceline.training.train import train
 
     spec = SPEC.model_copy(update={"profile": True})
     [found, *_] = [

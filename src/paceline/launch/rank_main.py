@@ -28,8 +28,8 @@ from paceline.plan.plan import AUTO, Plan, parse
 from paceline.report.progress import watch
 from paceline.run import RunFolder, create, release, reserve
 from paceline.spec import Launch, Spec
-from paceline.training.loop import train
 from paceline.training.node_sampler import NodeSampler
+from paceline.training.train import train
 from paceline.user_code import LOST_PEER
 
 

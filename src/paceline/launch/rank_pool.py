@@ -370,7 +370,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = int(sys.argv[-1])
     if sys.argv[1:-1] == ["fork"]:
-        import paceline.training.loop  # noqa: F401 (what most functions need)
+        import paceline.training.train  # noqa: F401 (what most functions need)
         from paceline.launch.fork_ranks import serve
 
         forked = serve(pipe)

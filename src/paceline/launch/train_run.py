@@ -102,12 +102,12 @@ def train(
         yield from _train_on_ranks(spec, plan, ranks, task, run, device, restarts, stop, monitor)
         return
     _check_own_world(world, ranks, restarts)
-    from paceline.training import loop
+    from paceline.training.train import train as train_rank
 
     if task is not None:
         task = _build_task(spec, task)
     folder = RunFolder(Path(run)) if isinstance(run, (str, Path)) else run
-    training = loop.train(spec, plan, world, task=task, run=folder, device=device, stop=stop, observe=observe)
+    training = train_rank(spec, plan, world, task=task, run=folder, device=device, stop=stop, observe=observe)
     if folder is not None:
         _create_folder(folder)
     yield from training if folder is None else _sample_node(training, folder, monitor, world)

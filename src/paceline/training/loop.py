@@ -1,61 +1,36 @@
-"""The training loop: a generator of events."""
+"""The loop of a training on one rank: its steps, evaluations and checkpoints, as events."""
 
 import contextlib
-import dataclasses
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from paceline import task as tasks
 from paceline.data.loader import Batch, batches, describe_streams, find_streams, training_parts
 from paceline.data.ragged import agree_on_longest
-from paceline.distributed import mesh
 from paceline.distributed.process_group import (
-    SAVE_TIMEOUT_S,
-    StartClock,
-    choose_device,
-    process_group,
     set_collective_timeout,
     start_timeout_s,
     workers_per_rank,
 )
-from paceline.distributed.world import World, read_world
 from paceline.doctor.heartbeat import DATA, REPORT
 from paceline.doctor.heartbeat_writer import HeartbeatWriter
-from paceline.errors import DivergedError, Error, PlanError
+from paceline.errors import Error
 from paceline.events import Ended, Event, Noted, Started
 from paceline.files import reason
 from paceline.parallel.data_parallel.buffer_comparison import describe_different_buffers
-from paceline.parallel.data_parallel.reduced_buffers import check_reduced_buffers
-from paceline.parallel.data_parallel.shared_gradients import measure_exchange_s
-from paceline.parallel.loss.auxiliary_loss import check_auxiliary_loss
-from paceline.parallel.loss.global_loss import check_global_loss
-from paceline.plan.plan import AUTO, Plan, ResolvedPlan, parse
-from paceline.run import RunFolder
-from paceline.spec import Spec
-from paceline.task import Task
+from paceline.parallel.data_parallel.ddp import exposed_communication
 from paceline.training.checkpoint_policy import CheckpointPolicy
 from paceline.training.checks.first_loss import FirstLossCheck
-from paceline.training.checks.initial_weights import check_initial_weights_once
-from paceline.training.checks.rank_checks import check_ranks
+from paceline.training.divergence import describe_skipped, diverged_error
 from paceline.training.evaluation.evaluate import Evaluator
 from paceline.training.evaluation.figures import FigureWriter
-from paceline.training.guard.check import check_guard
 from paceline.training.guard.replica_guard import ReplicaGuard
-from paceline.training.histograms.recorder import HistogramRecorder, check_histograms
-from paceline.training.model_facts.model_analysis import analyze_model, build_meta_model, check_figures
+from paceline.training.histograms.recorder import HistogramRecorder
 from paceline.training.optimization.batch_scaling import lr_factor_of_batch
-from paceline.training.optimization.batches import check_batches
-from paceline.training.optimization.plateau import PlateauState, add_evaluation, check_plateau, plateau_metric
-from paceline.training.optimization.read_updates import read_updates
+from paceline.training.optimization.plateau import PlateauState, add_evaluation, plateau_metric
 from paceline.training.optimization.schedule import (
     check_schedule,
     check_schedule_end,
@@ -67,10 +42,6 @@ from paceline.training.setup import (
     PreparedTraining,
     RankContext,
     TrainingData,
-    build_training,
-    check_sample_count,
-    open_data,
-    use_caches,
 )
 from paceline.training.start_facts import collect_start_facts
 from paceline.training.step.ddp_warmup import warm_up_ddp
@@ -78,194 +49,12 @@ from paceline.training.step.noise_scale import NoiseMeter
 from paceline.training.step.step import TrainingStep
 from paceline.training.step.step_metrics import ControlFlags, LaunchedStep, MetricsReducer, StepMetrics
 from paceline.training.step.update_sequence import UpdateSequence
-from paceline.training.step.weight_operations import read_operations
-from paceline.training.stop_policy import StopPolicy, check_stop
-from paceline.training.torch_settings import (
-    check_precision,
-    describe_slow_precision,
-    ineffective_options,
-    set_free_threads,
-    torch_settings,
-)
-from paceline.training.tracing.step_tracer import StepTracer, check_traced_steps
-from paceline.units import format_seconds, parse_duration_s, several
+from paceline.training.stop_policy import StopPolicy
+from paceline.training.tracing.step_tracer import StepTracer
+from paceline.units import format_seconds
 
 MAX_SKIPPED = 10  # steps in a row whose update on_nan=skip skips
 MAX_OVERFLOWS = 40  # steps in a row whose update fp16 skips; the scale is then 6e-8
-
-
-def train(
-    spec: Spec,
-    plan: Plan | str | None = None,
-    world: World | None = None,
-    *,
-    task: Task | None = None,
-    run: RunFolder | None = None,
-    device: str | None = None,
-    stop: Callable[[], bool] | None = None,
-    observe: Callable[[nn.Module, str, int], None] | None = None,
-    notes: Sequence[str] = (),
-    elapsed_s: float = 0.0,
-    saves: bool = True,
-    on_error: Callable[[Exception], None] = lambda error: None,
-) -> Generator[Event]:
-    """Train as one rank, and yield an event for each thing that happens. All ranks must iterate in step.
-
-    spec: what to train.
-    plan: a Plan, or its text on the command line, such as "zero3" [default: single on one rank, ddp on
-    several]; "auto": the plan that rank 0 predicts to be the fastest that fits.
-    world: which rank this process is [default: read from the environment].
-    task: an instance, instead of the task that `spec` names.
-    run: where checkpoints are saved. If it has checkpoints, training resumes from the last complete one
-    [default: no checkpoints are saved].
-    device: "cpu" or "cuda" [default: cuda if it is available].
-    stop: called at each step. If it returns True on any rank, all ranks save and end.
-    observe: called on every rank with the distributed model, and with ("gradients", step) before or
-    ("weights", step) after each update. If the task has `updates`, it is called with ("update", step) before
-    each of them, and with ("gradients", step) after the last, with the gradients of all.
-    notes: sentences to report at the start.
-    elapsed_s: the part of `spec.max_time` that passed before the first event was requested.
-    saves: whether checkpoints are saved in `run`; if not, it gets only heartbeats.
-    on_error: called with an error that ends the training, while the other ranks are still connected.
-
-    Raises SpecError, PlanError, DataError, TaskError and CheckpointError before the first step, DivergedError
-    if the loss is not finite, and CheckpointError at the end if the last checkpoint could not be written.
-    """
-    world = world if world is not None else read_world()
-    stop = stop if stop is not None else (lambda: False)
-    plan = _parse_plan(plan, world)
-    check_precision(spec)
-    clock, began = StartClock(), time.monotonic() - elapsed_s
-    with contextlib.ExitStack() as stack:
-        heartbeat = stack.enter_context(
-            HeartbeatWriter(run, world.rank, world.size, start_timeout_s(spec.timeout_s), SAVE_TIMEOUT_S)
-        )
-        if task is None:
-            task = tasks.load_task(spec.task, spec.set)
-        else:
-            spec = spec.model_copy(update={"task": tasks.reference_to(task), "set": tasks.field_values(task)})
-        torch_device = choose_device(world, device)
-        stack.enter_context(torch_settings(spec, world))
-        meeting_place = run.path if run is not None else Path("runs")
-        stack.enter_context(
-            process_group(world, torch_device, spec.timeout_s, meeting_place, len(spec.trace_steps))
-        )
-        stack.callback(mesh.destroy_meshes)
-        stack.push(partial(_report_error, on_error))
-        notes = (
-            *notes,
-            *set_free_threads(spec, world, run, torch_device),
-            *ineffective_options(spec, torch_device),
-            *describe_slow_precision(spec, torch_device),
-        )
-        clock.mark("ranks meet")
-        if isinstance(plan, str):
-            from paceline.training.planning.auto_plan import broadcast_choice
-
-            choice = broadcast_choice(spec, task, world, device)
-            plan, notes = choice.plan, (*notes, choice.why)
-        context = RankContext(
-            spec,
-            task,
-            plan.resolve(world.size),
-            str(plan),
-            world,
-            torch_device,
-            run if saves else None,
-            ranks=world.size,
-            deadline=began + parse_duration_s(spec.max_time) if spec.max_time is not None else None,
-        )
-        resolved = context.plan
-        check_batches(spec, task, resolved)
-        data = stack.enter_context(use_caches(open_data(spec, task, resolved), spec, world))
-        check_stop(spec, data.evaluated.keys())
-        check_plateau(spec, data.evaluated.keys())
-        notes = (*notes, *check_ranks(task, world, data.lengths))
-        notes = (*notes, *check_sample_count(data.samples, resolved, spec.batch))
-        check_traced_steps(spec, resolved, spec.total_steps(data.samples))
-        notes = (*notes, *check_histograms(spec, resolved))
-        check_guard(spec, resolved, str(plan), task, data.training)
-        clock.mark("data")
-        if resolved.servers is not None:
-            read_operations(task, resolved, spec.optimizer)
-            check_global_loss(task, resolved)
-            check_figures(task, resolved)
-            check_auxiliary_loss(task, resolved)
-            read_updates(task, resolved)
-            analysis = build_meta_model(spec, task)
-            check_reduced_buffers(task, resolved, analysis.model)
-            notes = (*notes, *check_initial_weights_once(spec, task, analysis.model, analysis.weights, world))
-            yield from clock.add_start_times(_train_against_servers(context, data, heartbeat, stop, notes))
-            return
-        analysis = analyze_model(spec, resolved, task, torch_device, data.training)
-        notes = (*notes, *check_initial_weights_once(spec, task, analysis.model, analysis.weights, world))
-        prepared = build_training(spec, resolved, world, task, torch_device, analysis=analysis)
-        prepared = dataclasses.replace(prepared, notes=(*notes, *prepared.notes))
-        clock.mark("model")
-        if observe is not None:
-            prepared.step.observe = partial(observe, prepared.model)
-            if isinstance(prepared.update, UpdateSequence):
-                prepared.update.observe = prepared.step.observe
-        try:
-            yield from clock.add_start_times(TrainingLoop(context, data, prepared, heartbeat, stop).events())
-        finally:
-            prepared.release()
-
-
-def _report_error(
-    report: Callable[[Exception], None],
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-) -> None:
-    if isinstance(error, Exception):
-        report(error)
-
-
-def _parse_plan(plan: Plan | str | None, world: World) -> Plan | str:
-    """Return a Plan, or AUTO."""
-    if plan is None:
-        return Plan(dp=1) if world.size == 1 else Plan()
-    if isinstance(plan, str) and plan != AUTO:
-        return parse(plan)
-    if not isinstance(plan, (Plan, str)):
-        raise PlanError(f"plan must be a Plan or its words, such as 'zero3', got {type(plan).__name__}")
-    return plan
-
-
-def _train_against_servers(
-    context: RankContext,
-    data: TrainingData,
-    heartbeat: HeartbeatWriter,
-    stop: Callable[[], bool],
-    notes: Sequence[str],
-) -> Generator[Event]:
-    from paceline.training.parameter_server.train import train_against_servers
-
-    def build_loop(
-        plan: ResolvedPlan,
-        world: World,
-        data: TrainingData,
-        prepared: PreparedTraining,
-        stop: Callable[[], bool],
-    ) -> TrainingLoop:
-        """Build the loop of the first server, which has a plan and a world of one rank."""
-        of_server = dataclasses.replace(context, plan=plan, world=world)
-        return TrainingLoop(of_server, data, prepared, heartbeat, stop)
-
-    heartbeat.patience_s = None  # servers and workers wait for each other without collectives
-    return train_against_servers(
-        context.spec,
-        context.plan,
-        context.requested_plan,
-        context.world,
-        context.task,
-        context.device,
-        stop,
-        data,
-        build_loop,
-        notes,
-    )
 
 
 class TrainingLoop:
@@ -386,13 +175,10 @@ class TrainingLoop:
         run = self.context.run
         if not self.spec.graph or self.first or run is None or self.world.rank:
             return
-        from paceline.report.tensorboard.scalar_writer import ScalarWriter
-        from paceline.training.model_facts.model_graph import build_model_graph
+        from paceline.training.model_facts.model_graph import write_model_graph
 
         try:
-            nodes = build_model_graph(self.spec, self.context.task)
-            with contextlib.closing(ScalarWriter(run.tensorboard / "graph")) as writer:
-                writer.write_graph(nodes, time.time())
+            write_model_graph(self.spec, self.context.task, run)
         except (Error, OSError) as error:
             yield Noted(step=self.step, message=f"the graph of the model is not written: {reason(error)}")
 
@@ -456,18 +242,7 @@ class TrainingLoop:
         elif is_first and isinstance(self.update, UpdateSequence):
             self.update.warm_up(micro_batches[0], self.step)
         self.guard.before_step(self.step)
-        done = self.batches.samples_before(self.step)
-        lr_factor = compute_lr_factor(
-            self.schedule,
-            done,
-            self.total_samples,
-            self.context.task,
-            self.step,
-            done // self.data.samples,
-        )
-        lr_factor *= lr_factor_of_batch(self.spec, self.step)
-        if self.plateau is not None:
-            lr_factor *= self.plateau.factor
+        lr_factor = self._compute_lr_factor()
         self.noise.measure(micro_batches, self.step)
         stats = self.update(micro_batches, self.step, lr_factor)
         for check in self.first_losses.pop(self.step, ()):
@@ -489,6 +264,20 @@ class TrainingLoop:
             self._set_timeout(self.spec.timeout_s)
         step_s = time.perf_counter() - began
         return LaunchedStep(stats, self.step, lr, data_s, step_s, time.time()), finished
+
+    def _compute_lr_factor(self) -> float:
+        """Return the factor on the learning rates in the next step."""
+        done = self.batches.samples_before(self.step)
+        factor = compute_lr_factor(
+            self.schedule,
+            done,
+            self.total_samples,
+            self.context.task,
+            self.step,
+            done // self.data.samples,
+        )
+        factor *= lr_factor_of_batch(self.spec, self.step)
+        return factor * self.plateau.factor if self.plateau is not None else factor
 
     def _note_unreadable(self) -> Iterator[Event]:
         """Report samples that could not be read. A collective, if the request allows them."""
@@ -593,14 +382,14 @@ class TrainingLoop:
             measured = self.noise.report(launched.step, metrics.grad_norm)
             self.skipped = self.skipped + 1 if not (has_loss and has_norm) else 0
             if skips_nan and 0 < self.skipped <= MAX_SKIPPED:
-                yield _describe_skipped(launched.step, metrics)
+                yield describe_skipped(launched.step, metrics)
                 if has_loss:
                     yield launched.event(metrics, self.batches)
                 continue
             if not has_loss or self.skipped > most_skipped:
                 yield from self._compare_ranks(at_once=True)  # a flipped exponent makes numbers infinite
                 yield from self.checkpoints.report(wait=True)  # the user can go back to it
-                raise _diverged_error(launched.step, metrics, self.skipped, self.last_loss, self.context.run)
+                raise diverged_error(launched.step, metrics, self.skipped, self.last_loss, self.context.run)
             self.last_loss = metrics.loss
             yield launched.event(metrics, self.batches)
             if measured is not None:
@@ -636,57 +425,3 @@ class TrainingLoop:
         self.heartbeat.patience_s = seconds
         if self.world.size > 1:
             set_collective_timeout(seconds, exclude=self.checkpoints.group)
-
-
-def _describe_skipped(step: int, metrics: StepMetrics) -> Noted:
-    what = (
-        f"the loss is {metrics.loss}"
-        if not math.isfinite(metrics.loss)
-        else f"the norm of the gradient is {metrics.grad_norm}"
-    )
-    return Noted(step=step, message=f"step {step}: {what}, so the update is skipped (optimizer.on_nan=skip)")
-
-
-def _diverged_error(
-    step: int, metrics: StepMetrics, skipped: int, last_loss: float | None, run: RunFolder | None
-) -> DivergedError:
-    if not math.isfinite(metrics.loss):
-        what = f"the loss is {metrics.loss}"
-    else:
-        what = f"the norm of the gradient is {metrics.grad_norm}"
-    where = f"at step {step}"
-    if skipped > 1:
-        where += f", after {several(skipped - 1, 'update')} in a row that were skipped"
-    before = (
-        f"the last finite loss was {last_loss:.6g}"
-        if last_loss is not None
-        else "there was no finite loss before"
-    )
-    steps = run.checkpoints() if run is not None else []
-    if steps and run is not None:
-        hint = f"go back to step {steps[-1]} with: paceline resume {run.path} --lr SMALLER"
-    else:
-        hint = (
-            "no checkpoint was written yet; try a smaller --lr, --set schedule.warmup=SAMPLES or --clip NORM"
-        )
-    return DivergedError(f"{what} {where}; {before}; {hint}")
-
-
-def exposed_communication(model: nn.Module | None, ranks: int) -> float | None:
-    """Return the share of a step in which backward only waits for other ranks; None if it is not measured."""
-    if not isinstance(model, DistributedDataParallel):
-        return 0.0 if ranks == 1 else None
-    measured = model._get_ddp_logging_data()
-    names = (
-        "avg_forward_compute_time",
-        "avg_backward_compute_time",
-        "avg_backward_comm_time",
-        "avg_backward_compute_comm_overlap_time",
-    )
-    forward, backward, comm, hidden = (measured.get(name, 0) for name in names)
-    exposed = max(0, comm - hidden)
-    whole = forward + backward + exposed
-    exchange_s = measure_exchange_s(model)
-    if exchange_s is not None:  # within the times of backward
-        return min(1.0, 1e9 * exchange_s / whole) if whole else None
-    return exposed / whole if whole else None

@@ -20,8 +20,8 @@ from paceline.run import RunFolder
 from paceline.spec import Optimizer, Spec
 from paceline.task import Task
 from paceline.training.checkpoint.stored import load_weights
-from paceline.training.loop import train
 from paceline.training.parameter_server.coordinator import STALENESS
+from paceline.training.train import train
 from paceline.verify.capture import Reference
 from paceline.verify.compare import RTOL, scalar_difference, tensor_difference
 from paceline.verify.disable_dropout import disable_dropout

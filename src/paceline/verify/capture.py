@@ -21,7 +21,7 @@ from paceline.plan.plan import Plan, parse
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.init.named_tensors import find_aliases
-from paceline.training.loop import train
+from paceline.training.train import train
 from paceline.verify.compare import (
     FLOOR,
     MARGIN,

@@ -27,8 +27,8 @@ from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import parse
 from paceline.spec import Spec
 from paceline.task import load_task
-from paceline.training.loop import train
 from paceline.training.model_facts.describe import describe
+from paceline.training.train import train
 
 WARMUP_STEPS = 3
 MIN_STEPS = 5

@@ -6,7 +6,14 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.parallel.data_parallel.shared_gradients import share_gradients
+from paceline.parallel.data_parallel.shared_gradients import measure_exchange_s, share_gradients
+
+# torch 2.13 renamed this option; 2.11 has only the old name.
+NO_BUFFER_SYNC: dict[str, Any] = {
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers": False
+}
 
 
 def replicate(model: nn.Module, find_unused: bool = False) -> DistributedDataParallel:
@@ -22,6 +29,26 @@ def replicate(model: nn.Module, find_unused: bool = False) -> DistributedDataPar
     return replicated
 
 
+def exposed_communication(model: nn.Module | None, ranks: int) -> float | None:
+    """Return the share of a step in which backward only waits for other ranks; None if it is not measured."""
+    if not isinstance(model, DistributedDataParallel):
+        return 0.0 if ranks == 1 else None
+    measured = model._get_ddp_logging_data()
+    names = (
+        "avg_forward_compute_time",
+        "avg_backward_compute_time",
+        "avg_backward_comm_time",
+        "avg_backward_compute_comm_overlap_time",
+    )
+    forward, backward, comm, hidden = (measured.get(name, 0) for name in names)
+    exposed = max(0, comm - hidden)
+    whole = forward + backward + exposed
+    exchange_s = measure_exchange_s(model)
+    if exchange_s is not None:  # within the times of backward
+        return min(1.0, 1e9 * exchange_s / whole) if whole else None
+    return exposed / whole if whole else None
+
+
 def release(model: nn.Module) -> None:
     """Delete DDP's references to the process group.
 
@@ -30,11 +57,3 @@ def release(model: nn.Module) -> None:
     """
     if isinstance(model, DistributedDataParallel):
         del model.logger, model.reducer
-
-
-# torch 2.13 renamed this option; 2.11 has only the old name.
-NO_BUFFER_SYNC: dict[str, Any] = {
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-    else "broadcast_buffers": False
-}

@@ -1,5 +1,7 @@
 """The graph of a model for TensorBoard, from a forward pass that computes only shapes."""
 
+import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,6 +15,7 @@ from paceline.distributed.rng import seeded_rngs
 from paceline.parallel.loss.forward import forward
 from paceline.plan.plan import Plan
 from paceline.report.tensorboard.graph_node import GraphNode
+from paceline.run import RunFolder
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.model_facts.model_analysis import build_meta_model
@@ -33,6 +36,15 @@ def build_model_graph(spec: Spec, task: Task) -> list[GraphNode]:
             with recorder:
                 forward(task, model, fake_batch)
     return recorder.nodes
+
+
+def write_model_graph(spec: Spec, task: Task, run: RunFolder) -> None:
+    """Write the graph of a model for TensorBoard. Raises an Error or OSError."""
+    from paceline.report.tensorboard.scalar_writer import ScalarWriter
+
+    nodes = build_model_graph(spec, task)
+    with contextlib.closing(ScalarWriter(run.tensorboard / "graph")) as writer:
+        writer.write_graph(nodes, time.time())
 
 
 class _GraphRecorder(TorchFunctionMode):
