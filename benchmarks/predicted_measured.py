@@ -24,8 +24,9 @@ from paceline.plan.search.candidates import enumerate_candidates
 from paceline.spec import Spec
 from paceline.task import load_task
 from paceline.training.model_facts.model_analysis import validate_plan
-from paceline.training.setup import build_training, open_data
+from paceline.training.setup import build_training
 from paceline.training.step.ddp_warmup import warm_up_ddp
+from paceline.training.training_data import open_data
 
 CPU = torch.device("cpu")
 COUNTED_STEPS = 3  # engines have allocated everything by the second

@@ -18,7 +18,7 @@ from paceline.data.pack_tokens import pack_tokens
 from paceline.errors import DataError
 from paceline.spec import Spec
 from paceline.tasks.lm import Lm, read_documents
-from paceline.training.setup import open_data
+from paceline.training.training_data import open_data
 
 TEXTS = [f"Document {number}: " + "the cat sat on the mat, ünï. " * (number % 7) for number in range(40)]
 TEXTS[3] = ""

@@ -26,7 +26,7 @@ from paceline.plan.schedules import RUNNABLE_SCHEDULES
 from paceline.spec import Optimizer
 from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.dry_run import compute_comm_volume
-from paceline.training.setup import PreparedTraining
+from paceline.training.prepared import PreparedTraining
 from volumes import Fault, check_volumes, make_spec, measure_step, predict_volumes
 
 pytestmark = [

@@ -16,7 +16,7 @@ from paceline.plan.plan import parse
 from paceline.training import train as train_module
 from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.dry_run import compute_comm_volume
-from paceline.training.setup import PreparedTraining
+from paceline.training.prepared import PreparedTraining
 from paceline.training.step import step_metrics
 
 Fault = Callable[[PreparedTraining], AbstractContextManager[None]]

@@ -33,11 +33,13 @@ from paceline.training.checkpoint.save import Index, check_same_model, load_, re
 from paceline.training.optimization.batch_scaling import lr_factor_of_batch
 from paceline.training.optimization.batches import changing_batches
 from paceline.training.optimization.schedule import compute_lr_factor, resolve_schedule
-from paceline.training.setup import PreparedTraining, TrainingData, build_training, open_data
+from paceline.training.prepared import PreparedTraining
+from paceline.training.setup import build_training
 from paceline.training.step.step import TrainingStep
 from paceline.training.step.step_metrics import ControlFlags, StepMetrics, reduce_metrics_async
 from paceline.training.step.update_sequence import UpdateSequence
 from paceline.training.torch_settings import torch_settings
+from paceline.training.training_data import TrainingData, open_data
 from paceline.user_code import is_user_file, relative_path
 
 FAILED_OPERATION = re.compile(r"Function '(\w+?)Backward\d*' returned nan values")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.cluster.facts import Cluster
     from paceline.plan.cost_model.cost import Cost
     from paceline.plan.model.facts import ModelFacts
-    from paceline.training.setup import TrainingData
+    from paceline.training.training_data import TrainingData
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PreflightContext:
 
     @cached_property
     def data(self) -> TrainingData:
-        from paceline.training.setup import open_data
+        from paceline.training.training_data import open_data
 
         return open_data(self.spec, self.task)
 

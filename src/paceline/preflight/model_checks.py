@@ -85,7 +85,7 @@ def check_build(context: PreflightContext) -> Results:
     from paceline.parallel.compile import check_compilable
     from paceline.training.dry_run.dry_run import VALUE_ERRORS, compute_comm_volume, compute_stage_volumes
     from paceline.training.model_facts.model_analysis import validate_plan
-    from paceline.training.setup import check_sample_count
+    from paceline.training.training_data import check_sample_count
 
     spec, plan, count = context.spec, context.resolved_plan, context.job.ranks
     for note in check_sample_count(context.data.samples, plan, spec.batch):

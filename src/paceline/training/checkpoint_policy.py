@@ -17,8 +17,8 @@ from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_identity
 from paceline.training.guard.checkpoint_digest import can_digest, digest_weights
 from paceline.training.optimization.plateau import PlateauState
+from paceline.training.prepared import PreparedTraining, RankContext
 from paceline.training.resume import resume
-from paceline.training.setup import PreparedTraining, RankContext
 from paceline.training.stop_policy import StopState, read_score
 
 

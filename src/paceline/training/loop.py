@@ -37,12 +37,8 @@ from paceline.training.optimization.schedule import (
     compute_lr_factor,
     resolve_schedule,
 )
+from paceline.training.prepared import PreparedTraining, RankContext
 from paceline.training.profiling.profiler import StepProfiler
-from paceline.training.setup import (
-    PreparedTraining,
-    RankContext,
-    TrainingData,
-)
 from paceline.training.start_facts import collect_start_facts
 from paceline.training.step.ddp_warmup import warm_up_ddp
 from paceline.training.step.noise_scale import NoiseMeter
@@ -51,6 +47,7 @@ from paceline.training.step.step_metrics import ControlFlags, LaunchedStep, Metr
 from paceline.training.step.update_sequence import UpdateSequence
 from paceline.training.stop_policy import StopPolicy
 from paceline.training.tracing.step_tracer import StepTracer
+from paceline.training.training_data import TrainingData
 from paceline.units import format_seconds
 
 MAX_SKIPPED = 10  # steps in a row whose update on_nan=skip skips

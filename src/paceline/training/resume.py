@@ -11,7 +11,7 @@ from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_changes, describe_identity
 from paceline.training.guard.checkpoint_digest import can_digest, digest_weights, find_difference
 from paceline.training.optimization.plateau import PlateauState, plateau_metric
-from paceline.training.setup import PreparedTraining, RankContext
+from paceline.training.prepared import PreparedTraining, RankContext
 from paceline.training.stop_policy import StopState, get_metric
 
 

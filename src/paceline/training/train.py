@@ -44,15 +44,8 @@ from paceline.training.model_facts.model_analysis import (
 from paceline.training.optimization.batches import check_batches
 from paceline.training.optimization.plateau import check_plateau
 from paceline.training.optimization.read_updates import read_updates
-from paceline.training.setup import (
-    PreparedTraining,
-    RankContext,
-    TrainingData,
-    build_training,
-    check_sample_count,
-    open_data,
-    use_caches,
-)
+from paceline.training.prepared import PreparedTraining, RankContext
+from paceline.training.setup import build_training
 from paceline.training.step.update_sequence import UpdateSequence
 from paceline.training.step.weight_operations import read_operations
 from paceline.training.stop_policy import check_stop
@@ -64,6 +57,7 @@ from paceline.training.torch_settings import (
     torch_settings,
 )
 from paceline.training.tracing.step_tracer import check_traced_steps
+from paceline.training.training_data import TrainingData, check_sample_count, open_data, use_caches
 from paceline.units import parse_duration_s
 
 

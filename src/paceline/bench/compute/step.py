@@ -26,7 +26,8 @@ from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task, read_layout
 from paceline.training.optimization.read_updates import refuse_updates
-from paceline.training.setup import PreparedTraining, build_training
+from paceline.training.prepared import PreparedTraining
+from paceline.training.setup import build_training
 from paceline.training.step.step import TrainingStep
 
 

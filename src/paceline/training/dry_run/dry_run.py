@@ -47,11 +47,13 @@ from paceline.training.dry_run.microbatch_replay import (
 )
 from paceline.training.init.deferred_init import allocate_
 from paceline.training.model_facts.model_analysis import ModelAnalysis, analyze_model
-from paceline.training.setup import PreparedTraining, build_training, check_sample_count
+from paceline.training.prepared import PreparedTraining
+from paceline.training.setup import build_training
 from paceline.training.step.ddp_warmup import warm_up_ddp
 from paceline.training.step.step import LossScale, TrainingStep
 from paceline.training.step.step_metrics import ControlFlags, reduce_metrics_async
 from paceline.training.step.update_sequence import UpdateSequence
+from paceline.training.training_data import check_sample_count
 
 CPU = torch.device("cpu")
 # Raised where a model needs the values of tensors that have none.

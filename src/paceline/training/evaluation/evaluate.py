@@ -28,8 +28,9 @@ from paceline.training.checks.first_loss import check_items
 from paceline.training.evaluation.figures import FigureWriter
 from paceline.training.evaluation.metric_totals import AccumulatedMetrics
 from paceline.training.evaluation.torchmetrics_adapter import as_accumulator
-from paceline.training.setup import PreparedTraining, TrainingData
+from paceline.training.prepared import PreparedTraining
 from paceline.training.step.step import TrainingStep
+from paceline.training.training_data import TrainingData
 from paceline.user_code import UserCode
 
 Draw = Callable[[TrainingStep, Any, Batch, int, dist.ProcessGroup | None], None]

@@ -36,7 +36,8 @@ from paceline.training.evaluation.evaluate import evaluate
 from paceline.training.init.deferred_init import fill_
 from paceline.training.model_facts.model_analysis import ModelAnalysis, analyze_model
 from paceline.training.planning.replan import replan
-from paceline.training.setup import PreparedTraining, build_training
+from paceline.training.prepared import PreparedTraining
+from paceline.training.setup import build_training
 from paceline.training.torch_settings import set_free_threads, torch_settings
 
 BEST, LAST = "best", "last"

@@ -22,7 +22,7 @@ from paceline.task import Task, has_figures
 from paceline.user_code import UserCode
 
 if TYPE_CHECKING:
-    from paceline.training.setup import RankContext
+    from paceline.training.prepared import RankContext
     from paceline.training.step.step import TrainingStep
 
 FOLDER = "figures"  # below that of the scalars: TensorBoard follows one growing file in a folder

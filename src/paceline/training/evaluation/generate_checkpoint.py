@@ -28,7 +28,7 @@ from paceline.training.evaluation.evaluate_checkpoint import (
     load_checkpoint,
 )
 from paceline.training.model_facts.model_analysis import ModelAnalysis
-from paceline.training.setup import PreparedTraining
+from paceline.training.prepared import PreparedTraining
 
 Prompts = Sequence[Sequence[int]]  # tokens of each
 

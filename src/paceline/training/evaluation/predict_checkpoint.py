@@ -43,7 +43,7 @@ from paceline.training.evaluation.evaluate_checkpoint import (
     connected,
     load_checkpoint,
 )
-from paceline.training.setup import PreparedTraining
+from paceline.training.prepared import PreparedTraining
 from paceline.user_code import UserCode
 
 

@@ -11,8 +11,9 @@ from paceline.data.ragged import agree_on_longest
 from paceline.training.guard.digest import digest
 from paceline.training.guard.verdict import Corruption
 from paceline.training.optimization.batches import changing_batches
-from paceline.training.setup import RankContext, TrainingData
+from paceline.training.prepared import RankContext
 from paceline.training.step.step import TrainingStep
+from paceline.training.training_data import TrainingData
 
 
 class LossRecomputation:

@@ -17,8 +17,9 @@ from paceline.training.guard.digest import digest
 from paceline.training.guard.recompute import LossRecomputation
 from paceline.training.guard.suspects import Suspect, record_suspects
 from paceline.training.guard.verdict import Corruption, RankRecord, find_common_change, find_corruption
-from paceline.training.setup import PreparedTraining, RankContext, TrainingData
+from paceline.training.prepared import PreparedTraining, RankContext
 from paceline.training.step.step import TrainingStep
+from paceline.training.training_data import TrainingData
 
 
 class ReplicaGuard:

@@ -18,7 +18,7 @@ from paceline.task import read_layout
 from paceline.torch_compat import intercept_calls
 from paceline.training.histograms.counts import TensorCounts
 from paceline.training.histograms.whole_sizes import WholeSizes, find_floats
-from paceline.training.setup import PreparedTraining, RankContext
+from paceline.training.prepared import PreparedTraining, RankContext
 from paceline.training.step.update_sequence import UpdateSequence
 
 WEIGHTS, GRADIENTS, ACTIVATIONS = "weights", "gradients", "activations"

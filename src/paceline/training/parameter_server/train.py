@@ -24,8 +24,10 @@ from paceline.training.parameter_server.partition import assign_slices
 from paceline.training.parameter_server.rpc import Rpc
 from paceline.training.parameter_server.server_shard import ServerShard
 from paceline.training.parameter_server.worker import Worker
-from paceline.training.setup import PreparedTraining, TrainingData, build_training
+from paceline.training.prepared import PreparedTraining
+from paceline.training.setup import build_training
 from paceline.training.step.step import TrainingStep
+from paceline.training.training_data import TrainingData
 
 # Builds the loop of a single process.
 Loop = Callable[[ResolvedPlan, World, TrainingData, PreparedTraining, Callable[[], bool]], Any]

@@ -9,6 +9,7 @@ from paceline.distributed.world import World
 from paceline.events import Profiled
 from paceline.plan.cost_model.compare import MAX_PROFILED_STEPS
 from paceline.plan.plan import ResolvedPlan
+from paceline.training.prepared import PreparedTraining
 from paceline.training.profiling.peak_memory import ProfiledState
 from paceline.training.profiling.step_profile import (
     Observer,
@@ -16,7 +17,6 @@ from paceline.training.profiling.step_profile import (
     gather_rows,
     make_profiled_event,
 )
-from paceline.training.setup import PreparedTraining
 from paceline.training.step.update_sequence import UpdateSequence
 
 MAX_SHARE = 0.01  # of the training time that profiles may take

@@ -22,8 +22,8 @@ from paceline.events import Noted
 from paceline.files import reason
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
+from paceline.training.prepared import PreparedTraining, RankContext
 from paceline.training.profiling.torch_profiler import TorchProfiler
-from paceline.training.setup import PreparedTraining, RankContext
 from paceline.training.tracing.chrome_events import TraceClock, build_events
 from paceline.training.tracing.collectives import find_collectives, find_known_numbers
 from paceline.training.tracing.pipeline_events import make_pipeline_events

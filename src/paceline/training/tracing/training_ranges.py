@@ -8,7 +8,7 @@ import torch
 from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.parallel.module_hooks import find_parts
 from paceline.task import Task, read_layout
-from paceline.training.setup import PreparedTraining
+from paceline.training.prepared import PreparedTraining
 from paceline.training.step.step import TrainingStep, ignore_microbatch
 from paceline.training.step.update_sequence import UpdateSequence
 from paceline.training.tracing.block_calls import open_block_ranges
