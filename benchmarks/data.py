@@ -25,8 +25,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from machine import description
 from paceline.data import Folder
-from paceline.data.loader import RankBatchSlice, Samples, batches, training_parts
+from paceline.data.batch_slices import RankBatchSlice, training_parts
+from paceline.data.loader import batches
 from paceline.data.order import SampleOrder
+from paceline.data.samples import Samples
 from paceline.data.shards.pack import pack
 
 WORKERS, BATCH, CLASSES = 2, 256, 100

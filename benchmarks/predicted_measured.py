@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from paceline import Task
 from paceline.bench.compute.engine_overhead import time_training_step
-from paceline.data.loader import RankBatchSlice, batches, training_parts
+from paceline.data.batch_slices import RankBatchSlice, training_parts
+from paceline.data.loader import batches
 from paceline.distributed.dtensor import storage_id
 from paceline.distributed.process_group import keep_freed_memory
 from paceline.distributed.shared_exchange import find_exchange

@@ -13,8 +13,9 @@ from paceline import Spec, Task
 from paceline.bench.data_loading import default_worker_counts, loader_settings, measure, summarize
 from paceline.bench.data_stages import advise, check_workers, judge_order, measure_stages
 from paceline.data import Folder
-from paceline.data.loader import RankBatchSlice, Samples, training_parts
+from paceline.data.batch_slices import RankBatchSlice, training_parts
 from paceline.data.order import SampleOrder
+from paceline.data.samples import Samples
 from paceline.errors import DataError
 
 pytestmark = pytest.mark.processes

@@ -17,7 +17,9 @@ from harness import differences_from_single, train_on_ranks
 from models import SAMPLES, Rows, random_normal
 from paceline import SampleRng, Spec, Task, TaskError
 from paceline.data import augment
-from paceline.data.loader import RankBatchSlice, batches, open_samples, open_training_samples, training_parts
+from paceline.data.batch_slices import RankBatchSlice, training_parts
+from paceline.data.loader import batches
+from paceline.data.open_samples import open_samples, open_training_samples
 from paceline.data.order import SampleOrder
 from paceline.distributed.rng import derive_seed
 from paceline.drill.sample_log_task import NumberedSample, SampleLog, wrap_task

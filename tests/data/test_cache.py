@@ -22,7 +22,7 @@ from paceline.data.cache.encoding import decode, encode
 from paceline.data.cache.folder import CacheFolder
 from paceline.data.cache.opening import open_caches
 from paceline.data.cache.store import SampleStore
-from paceline.data.loader import Samples
+from paceline.data.samples import Samples
 from paceline.data.shards.pack import pack
 from paceline.distributed.world import World
 from paceline.errors import DataError

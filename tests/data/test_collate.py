@@ -11,8 +11,10 @@ from torch.utils.data import default_collate
 
 from harness import TrainingResult, differences, take_sgd_step_, train_on_ranks
 from paceline import Spec, Task
-from paceline.data.loader import FailedSample, Samples, batches, open_samples, open_training_samples
+from paceline.data.loader import batches
+from paceline.data.open_samples import open_samples, open_training_samples
 from paceline.data.order import shuffle
+from paceline.data.samples import FailedSample, Samples
 from paceline.drill.sample_log_task import NumberedSample, wrap_task
 from paceline.errors import DataError
 from paceline.plan.plan import parse

@@ -22,15 +22,10 @@ import harness
 import models
 from harness import differences, relative_difference, train_on_ranks
 from paceline import Spec, Task
-from paceline.data.loader import (
-    FailedSample,
-    RankBatchSlice,
-    Samples,
-    batches,
-    training_parts,
-    validation_parts,
-)
+from paceline.data.batch_slices import RankBatchSlice, training_parts, validation_parts
+from paceline.data.loader import batches
 from paceline.data.order import SampleOrder, shuffle
+from paceline.data.samples import FailedSample, Samples
 from paceline.distributed.rng import FIXED_SEED, derive_seed
 from paceline.errors import DataError
 from paceline.spec import Loading, Optimizer

@@ -9,7 +9,7 @@ import pytest
 
 from command import events_of_kind, paceline, succeed
 from paceline.data import Mixture
-from paceline.data.loader import RankBatchSlice, training_parts
+from paceline.data.batch_slices import RankBatchSlice, training_parts
 from paceline.data.mixture_schedule import MixtureSchedule
 from paceline.errors import DataError
 from paceline.events import Started

@@ -7,7 +7,7 @@ import pytest
 
 from command import paceline, succeed, write_task
 from paceline import Spec
-from paceline.data.loader import RankBatchSlice, training_parts
+from paceline.data.batch_slices import RankBatchSlice, training_parts
 from paceline.data.order import BLOCKS_PER_WINDOW, SampleOrder
 from paceline.spec import Loading
 

@@ -19,7 +19,8 @@ from image_files import write_images
 from paceline.data import Folder, Shards, batch_memory
 from paceline.data.batch_memory import MIN_BYTES, SLOT_BYTES, BatchMemory, BytesWriter, load
 from paceline.data.batch_queue import BatchPickler, BatchReaders
-from paceline.data.loader import FailedSample, Samples, batches
+from paceline.data.loader import batches
+from paceline.data.samples import FailedSample, Samples
 from paceline.data.shards.pack import pack
 from paceline.data.shards.read_ahead import BLOCK_BYTES, ReadAhead
 from paceline.data.shards.shard_files import ShardFiles

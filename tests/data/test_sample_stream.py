@@ -21,13 +21,9 @@ from torch import Tensor, nn
 
 from paceline import Spec, Task
 from paceline.data import Mixture
-from paceline.data.loader import (
-    RankBatchSlice,
-    batches,
-    choose_order,
-    open_training_samples,
-    training_parts,
-)
+from paceline.data.batch_slices import RankBatchSlice, training_parts
+from paceline.data.loader import batches
+from paceline.data.open_samples import choose_order, open_training_samples
 from paceline.data.packing import PackedDocuments
 from paceline.spec import Loading
 

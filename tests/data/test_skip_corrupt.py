@@ -12,7 +12,8 @@ from harness import differences_from_single, train_on_ranks
 from image_files import write_images
 from models import SAMPLES, random_normal
 from paceline import Spec, Task
-from paceline.data.loader import batches, open_samples, open_training_samples
+from paceline.data.loader import batches
+from paceline.data.open_samples import open_samples, open_training_samples
 from paceline.errors import DataError
 from paceline.events import Noted
 from paceline.spec import Loading, Optimizer

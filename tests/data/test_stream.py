@@ -10,7 +10,10 @@ from torch.utils.data import IterableDataset
 from command import events_of_kind, paceline, succeed
 from paceline import Spec
 from paceline.data import Mixture, Stream
-from paceline.data.loader import RankBatchSlice, Samples, batches, choose_order, training_parts
+from paceline.data.batch_slices import RankBatchSlice, training_parts
+from paceline.data.loader import batches
+from paceline.data.open_samples import choose_order
+from paceline.data.samples import Samples
 from paceline.errors import DataError
 from paceline.events import Noted, Started
 from paceline.spec import Loading

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from harness import train_on_ranks
 from hf_folders import write_folder, write_text
 from paceline import Spec, Task, train
-from paceline.data.loader import open_training_samples
+from paceline.data.open_samples import open_training_samples
 from paceline.data.order import shuffle
 from paceline.events import Step
 from paceline.hf.task import HuggingFace

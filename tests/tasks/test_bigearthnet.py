@@ -14,7 +14,8 @@ from torch import Tensor
 
 from command import events_of_kind, succeed
 from paceline import Spec, TaskError
-from paceline.data.loader import batches, open_training_samples
+from paceline.data.loader import batches
+from paceline.data.open_samples import open_training_samples
 from paceline.errors import DataError
 from paceline.events import Evaluated, Step
 from paceline.metrics import MeanAveragePrecision, MultilabelF1

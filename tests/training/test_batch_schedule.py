@@ -10,7 +10,7 @@ import models
 from command import succeed
 from harness import differences_from_single, train_on_ranks
 from paceline import Spec
-from paceline.data.loader import RankBatchSlice, training_parts
+from paceline.data.batch_slices import RankBatchSlice, training_parts
 from paceline.data.order import SampleOrder
 from paceline.errors import PlanError, SpecError
 from paceline.plan.plan import parse

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from command import TASK, clean_environment, paceline, succeed, write_task
 from paceline import Ragged, Spec, Task
-from paceline.data.loader import open_training_samples
+from paceline.data.open_samples import open_training_samples
 from paceline.errors import RunError
 from paceline.task import load_task
 from paceline.training.export import program as programs

@@ -111,7 +111,7 @@ def test_equals_ddp_until_the_switch(microbatches: int, task: type[Task]) -> Non
 
 def train_on_one_process(task: Task, spec: Spec, size: int, period: int) -> dict[str, np.ndarray]:
     """Compute local SGD of several ranks on one process, with torch only."""
-    from paceline.data.loader import RankBatchSlice
+    from paceline.data.batch_slices import RankBatchSlice
     from paceline.data.order import shuffle
     from paceline.training.init.deferred_init import fill_, record
 

@@ -25,7 +25,8 @@ from harness import (
     train_on_this_rank,
 )
 from paceline import Spec, Task
-from paceline.data.loader import Numbers, RankBatchSlice
+from paceline.data.batch_slices import RankBatchSlice
+from paceline.data.order import Numbers
 from paceline.distributed.world import read_world
 from paceline.errors import Error, PlanError, TaskError
 from paceline.parallel.loss.forward import call_model

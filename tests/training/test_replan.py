@@ -11,7 +11,7 @@ from harness import differences_from_single
 from models import NormedImages, Points
 from paceline import Spec
 from paceline import spec as specs
-from paceline.data.loader import RankBatchSlice
+from paceline.data.batch_slices import RankBatchSlice
 from paceline.errors import PlanError
 from paceline.events import Started, Step
 from paceline.plan.plan import micro_batch_size, parse

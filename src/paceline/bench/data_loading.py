@@ -14,16 +14,10 @@ from paceline.bench.data_stages import advise, check_workers, measure_stages, qu
 from paceline.bench.result import Row
 from paceline.bench.timer import summarize_times
 from paceline.cluster.limits import usable_cores
-from paceline.data.loader import (
-    Batch,
-    RankBatchSlice,
-    Samples,
-    batches,
-    check_batch,
-    choose_order,
-    open_training_samples,
-    training_parts,
-)
+from paceline.data.batch_slices import RankBatchSlice, training_parts
+from paceline.data.loader import batches
+from paceline.data.open_samples import check_batch, choose_order, open_training_samples
+from paceline.data.samples import Batch, Samples
 from paceline.errors import Error
 from paceline.spec import Spec
 from paceline.task import Task

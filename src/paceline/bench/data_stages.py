@@ -9,16 +9,11 @@ from typing import Any
 import numpy as np
 
 from paceline.bench.result import Row
+from paceline.data.batch_slices import RankBatchSlice, training_parts
 from paceline.data.folder import Folder, FolderFiles
-from paceline.data.loader import (
-    FailedSample,
-    RankBatchSlice,
-    Samples,
-    choose_order,
-    find_streams,
-    training_parts,
-)
+from paceline.data.open_samples import choose_order, find_streams
 from paceline.data.order import Order
+from paceline.data.samples import FailedSample, Samples
 from paceline.errors import DataError
 from paceline.spec import Spec
 from paceline.user_code import UserCode

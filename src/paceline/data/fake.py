@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.batch import map_tensors
-from paceline.data.loader import Batch, Samples, batches, check_batch, open_training_samples
+from paceline.data.loader import batches
+from paceline.data.open_samples import check_batch, open_training_samples
+from paceline.data.samples import Batch, Samples
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import PlanError
 from paceline.plan.plan import ResolvedPlan, micro_batch_size

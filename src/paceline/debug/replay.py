@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline import task as tasks
-from paceline.data.loader import RankBatchSlice, batches, training_parts
+from paceline.data.batch_slices import RankBatchSlice, training_parts
+from paceline.data.loader import batches
 from paceline.debug.steps import StepTable, read_steps
 from paceline.distributed.process_group import choose_device, process_group
 from paceline.distributed.world import World

@@ -47,7 +47,7 @@ def check_data(context: PreflightContext) -> Results:
     """Read the first and the last sample of each split as a training does."""
     from paceline.batch import find_tensors
     from paceline.data.cache.sizes import find_sources
-    from paceline.data.loader import FailedSample
+    from paceline.data.samples import FailedSample
 
     mounts = list_mounts()
     for samples in (context.data.training, context.data.validation, *context.data.others):

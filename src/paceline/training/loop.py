@@ -8,8 +8,11 @@ from collections.abc import Callable, Generator, Iterator
 import torch
 import torch.distributed as dist
 
-from paceline.data.loader import Batch, batches, describe_streams, find_streams, training_parts
+from paceline.data.batch_slices import training_parts
+from paceline.data.loader import batches
+from paceline.data.open_samples import describe_streams, find_streams
 from paceline.data.ragged import agree_on_longest
+from paceline.data.samples import Batch
 from paceline.distributed.process_group import (
     set_collective_timeout,
     start_timeout_s,

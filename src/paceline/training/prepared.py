@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.data.loader import (
-    RankBatchSlice,
-)
+from paceline.data.batch_slices import RankBatchSlice
 from paceline.distributed.world import World
 from paceline.parallel.data_parallel.buffer_comparison import BufferComparison
 from paceline.parallel.data_parallel.ddp import release

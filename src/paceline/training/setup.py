@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.data.loader import (
-    Samples,
-)
+from paceline.data.samples import Samples
 from paceline.distributed.dtensor import is_materialized
 from paceline.distributed.mesh import build_mesh
 from paceline.distributed.world import World

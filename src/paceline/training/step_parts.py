@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.data.loader import (
-    RankBatchSlice,
-)
+from paceline.data.batch_slices import RankBatchSlice
 from paceline.distributed.dtensor import is_materialized
 from paceline.distributed.mesh import select_data_mesh
 from paceline.distributed.world import World

@@ -11,14 +11,9 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from paceline.data.cache.opening import Caches, open_caches
-from paceline.data.loader import (
-    Samples,
-    check_batch,
-    choose_order,
-    open_samples,
-    open_training_samples,
-)
+from paceline.data.open_samples import check_batch, choose_order, open_samples, open_training_samples
 from paceline.data.order import Order
+from paceline.data.samples import Samples
 from paceline.distributed.world import World
 from paceline.errors import DataError, PlanError
 from paceline.plan.plan import ResolvedPlan

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from paceline.batch import find_tensors, map_tensors
 from paceline.data.fake import example_batch
-from paceline.data.loader import Batch, open_dataset
+from paceline.data.open_samples import open_dataset
+from paceline.data.samples import Batch
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
 from paceline.parallel.loss.forward import forward

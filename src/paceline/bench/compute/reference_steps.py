@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.bench.timer import WALL, Budget, Timing, measure
 from paceline.data.fake import example_batch
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.parallel.loss.forward import call_loss, call_model
 from paceline.plan.cost_model.cpu_compute_time import step_operations_s
 from paceline.plan.cost_model.op_times import OpTimeTable

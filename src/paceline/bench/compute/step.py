@@ -16,7 +16,7 @@ from paceline.bench.compute.kernels import MIN_REPETITIONS, clock_for
 from paceline.bench.result import Row
 from paceline.bench.timer import Budget, Timing, measure
 from paceline.data.fake import example_batch
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.distributed.process_group import process_group
 from paceline.distributed.world import World
 from paceline.parallel.blocks import find_blocks

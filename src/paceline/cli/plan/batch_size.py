@@ -131,11 +131,11 @@ def _prepare(
     from paceline import task as tasks
     from paceline.batch_size.sweep import Sweep
     from paceline.batch_size.target import parse_target
+    from paceline.data.open_samples import open_training_samples
     from paceline.distributed.world import read_world
     from paceline.launch.check_launch import count_devices
     from paceline.plan.search.rank_counts import parse_counts
     from paceline.training.model_facts.describe import describe
-    from paceline.training.setup import open_training_samples
 
     spec, launch = request
     if (launcher := read_world().launcher) is not None:

@@ -246,7 +246,7 @@ def _count_tokens(
 ) -> float:
     """Return the tokens of the whole training of a task."""
     from paceline.cli.options.launching import read_request
-    from paceline.data.loader import open_dataset
+    from paceline.data.open_samples import open_dataset
     from paceline.task import load_task
 
     spec, _ = read_request(target, {"batch": batch, "epochs": epochs, "steps": steps}, set)

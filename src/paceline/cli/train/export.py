@@ -129,7 +129,7 @@ def _export_file(folder: RunFolder, file: Path, step: int | None, ema: bool, for
 def _export_program(
     folder: RunFolder, file: Path, format: str, step: int | None, ema: bool, force: bool
 ) -> None:
-    from paceline.data.loader import open_training_samples
+    from paceline.data.open_samples import open_training_samples
     from paceline.files import check_target
     from paceline.task import load_task
     from paceline.training.export.model import choose_counts, load_model, read_inputs

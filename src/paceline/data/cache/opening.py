@@ -13,7 +13,8 @@ from paceline.data.cache.folder import CacheFolder, find_place
 from paceline.data.cache.raw import find_raw
 from paceline.data.cache.staging import Staging
 from paceline.data.cache.store import SampleStore
-from paceline.data.loader import Samples, find_streams
+from paceline.data.open_samples import find_streams
+from paceline.data.samples import Samples
 from paceline.distributed.world import World
 from paceline.errors import DataError
 from paceline.spec import Loading

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from paceline.batch import move
-from paceline.data.loader import batches, open_training_samples
+from paceline.data.loader import batches
+from paceline.data.open_samples import open_training_samples
 from paceline.errors import DataError, PlanError, TaskError
 from paceline.parallel.context.replace_attention import replace_attention
 from paceline.parallel.context.stacks import find_stacks

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.data.fake import fake_parameters
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.distributed.rng import seeded_rngs
 from paceline.parallel.autograd_graph import find_reached_parameters
 from paceline.parallel.blocks import find_blocks, select_unshared

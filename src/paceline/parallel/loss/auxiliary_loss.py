@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.data.fake import is_close, is_fake
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.loss.batch_sums import Sums, SumsOfParts, read_sums
 from paceline.parallel.loss.named_losses import (

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.distributed.dtensor import is_dtensor
 from paceline.errors import TaskError
 from paceline.task import Task

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.batch import count_samples
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.distributed.dtensor import is_dtensor
 from paceline.errors import TaskError
 from paceline.parallel.loss.auxiliary_loss import AuxiliaryLoss, add_auxiliary_loss, has_auxiliary_loss

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paceline.batch import find_leaves, map_leaves
 from paceline.data.fake import is_fake
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.distributed.dtensor import is_dtensor
 from paceline.distributed.rng import seed_torch
 from paceline.errors import PlanError, TaskError

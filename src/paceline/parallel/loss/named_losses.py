@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.batch import count_samples
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.distributed.dtensor import is_dtensor
 from paceline.errors import TaskError
 from paceline.task import Task

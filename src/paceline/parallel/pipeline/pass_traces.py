@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from paceline.batch import find_leaves
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.errors import PlanError
 from paceline.parallel.pipeline.stage import StagePartition
 from paceline.parallel.pipeline.tracer import ForwardTrace, StandInModel

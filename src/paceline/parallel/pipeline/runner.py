@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.distributed.mesh import select_data_mesh
 from paceline.distributed.places import find_places
 from paceline.distributed.rng import derive_seed, seed_torch

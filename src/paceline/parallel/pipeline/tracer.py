@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from paceline.data.fake import fake_pass_error
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.distributed.dtensor import storage_id
 from paceline.errors import PlanError
 from paceline.parallel.autograd_graph import find_reached_parameters

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.data.fake import fake_parameters, fake_pass_error
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.distributed.dtensor import has_no_empty_shard, local_tensor
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.module_hooks import find_parts

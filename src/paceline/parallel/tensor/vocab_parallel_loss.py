@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.data.fake import is_fake
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.parallel.loss.forward import call_loss
 from paceline.parallel.tensor.apply import Splits
 from paceline.parallel.tensor.linear import SPLIT_LOSS, as_split_dtensor

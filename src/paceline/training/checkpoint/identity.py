@@ -18,7 +18,6 @@ from paceline.training.optimization.read_updates import read_updates
 from paceline.training.optimization.schedule import depends_on_length
 
 MODULES, CODE = "modules of the model", "code of "
-
 # Keys of the optimizer besides the options that only some have.
 OPTIMIZER_KEYS = [key for key in Optimizer.model_fields if not any(key in own for own in OPTIMIZERS.values())]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.batch import cast_floats, find_leaves
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
 from paceline.parallel.loss.forward import call_loss_by_item, read_weights

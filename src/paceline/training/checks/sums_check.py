@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.batch import cast_floats
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
 from paceline.parallel.loss.batch_sums import Sums, read_sums

@@ -20,14 +20,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.data.loader import (
-    Batch,
-    RankBatchSlice,
-    batches,
-    choose_order,
-    open_training_samples,
-    training_parts,
-)
+from paceline.data.batch_slices import RankBatchSlice, training_parts
+from paceline.data.loader import batches
+from paceline.data.open_samples import choose_order, open_training_samples
+from paceline.data.samples import Batch
 from paceline.distributed import mesh
 from paceline.distributed.world import World
 from paceline.errors import LaunchError, PlanError, TaskError

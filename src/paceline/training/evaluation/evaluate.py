@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.data.loader import Batch, Samples, batches, number_batch, validation_parts
+from paceline.data.batch_slices import validation_parts
+from paceline.data.loader import batches
 from paceline.data.ragged import agree_on_longest
+from paceline.data.samples import Batch, Samples, number_batch
 from paceline.distributed.rng import derive_seed
 from paceline.doctor.heartbeat import EVALUATE
 from paceline.errors import TaskError

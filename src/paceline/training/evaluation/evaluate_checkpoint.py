@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from paceline import task as tasks
-from paceline.data.loader import Samples, open_samples
+from paceline.data.open_samples import open_samples
+from paceline.data.samples import Samples
 from paceline.distributed import mesh
 from paceline.distributed.process_group import (
     choose_device,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.batch import find_leaves, map_leaves
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.errors import RunError, TaskError
 from paceline.files import replaced
 from paceline.parallel.loss.global_loss import gather_splits

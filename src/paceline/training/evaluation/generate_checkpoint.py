@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.data.loader import Samples
+from paceline.data.samples import Samples
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.distributed.world import World
 from paceline.errors import PlanError

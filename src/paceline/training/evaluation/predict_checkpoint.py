@@ -15,16 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.batch import find_tensors
-from paceline.data.loader import (
-    Samples,
-    batches,
-    number_batch,
-    open_file_samples,
-    open_samples,
-    open_training_samples,
-    validation_parts,
-)
+from paceline.data.batch_slices import validation_parts
+from paceline.data.loader import batches
+from paceline.data.open_samples import open_file_samples, open_samples, open_training_samples
 from paceline.data.ragged import agree_on_longest
+from paceline.data.samples import Samples, number_batch
 from paceline.distributed.process_group import workers_per_rank
 from paceline.distributed.world import World
 from paceline.errors import DataError, RunError, TaskError

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data.loader import Samples, batches, number_batch
+from paceline.data.loader import batches
+from paceline.data.samples import Samples, number_batch
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import RunError
 from paceline.sample_rng import number_samples

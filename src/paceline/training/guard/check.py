@@ -1,6 +1,7 @@
 """Which comparisons a plan and a task allow; contradictions are errors before the first step."""
 
-from paceline.data.loader import Samples, find_streams
+from paceline.data.open_samples import find_streams
+from paceline.data.samples import Samples
 from paceline.errors import PlanError
 from paceline.parallel.loss.auxiliary_loss import has_auxiliary_loss
 from paceline.parallel.loss.forward import has_global_loss

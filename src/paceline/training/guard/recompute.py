@@ -6,8 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.data.loader import Batch, RankBatchSlice, batches, training_parts
+from paceline.data.batch_slices import RankBatchSlice, training_parts
+from paceline.data.loader import batches
 from paceline.data.ragged import agree_on_longest
+from paceline.data.samples import Batch
 from paceline.training.guard.digest import digest
 from paceline.training.guard.verdict import Corruption
 from paceline.training.optimization.batches import changing_batches

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data.loader import Batch, Samples
+from paceline.data.samples import Batch, Samples
 from paceline.distributed.dtensor import is_dtensor, local_tensor
 from paceline.errors import Error, PlanError, SpecError
 from paceline.parallel.module_hooks import find_parts

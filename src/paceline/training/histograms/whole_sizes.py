@@ -8,7 +8,7 @@ from torch import nn
 
 from paceline.batch import find_tensors, map_tensors
 from paceline.data.fake import example_batch, fake_parameters
-from paceline.data.loader import Batch, Samples
+from paceline.data.samples import Batch, Samples
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import Error
 from paceline.parallel.loss.forward import forward

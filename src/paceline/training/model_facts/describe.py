@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from paceline.data.fake import example_batch, fake_parameters
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.distributed.dtensor import storage_id
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.loss.forward import call_loss, call_model

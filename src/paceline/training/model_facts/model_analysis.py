@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data.fake import example_batch
-from paceline.data.loader import Batch, Samples
+from paceline.data.samples import Batch, Samples
 from paceline.errors import PlanError
 from paceline.parallel.compile import check_compilable
 from paceline.parallel.data_parallel.reduced_buffers import check_reduced_buffers

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data.loader import RankBatchSlice, Samples, batches, training_parts
+from paceline.data.batch_slices import RankBatchSlice, training_parts
+from paceline.data.loader import batches
 from paceline.data.order import Order
+from paceline.data.samples import Samples
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.spec import Spec
 from paceline.training.checks.first_loss import FirstLossCheck

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.parallel.autograd_graph import find_reached_parameters
 from paceline.parallel.data_parallel.ddp import release, replicate

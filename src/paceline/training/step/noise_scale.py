@@ -19,7 +19,7 @@ from statistics import fmean, variance
 import numpy as np
 from torch import Tensor
 
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.distributed.rng import derive_seed
 from paceline.errors import PlanError, SpecError
 from paceline.events import NoiseMeasured

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.data.loader import Batch, RankBatchSlice, number_batch
+from paceline.data.batch_slices import RankBatchSlice
+from paceline.data.samples import Batch, number_batch
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.doctor.heartbeat import BACKWARD, FORWARD, UPDATE
 from paceline.errors import TaskError

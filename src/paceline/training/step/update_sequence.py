@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.data.loader import Batch
+from paceline.data.samples import Batch
 from paceline.distributed.rng import derive_seed
 from paceline.doctor.heartbeat import UPDATE
 from paceline.errors import SpecError
