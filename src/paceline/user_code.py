@@ -13,7 +13,7 @@ from paceline.errors import Error, TaskError
 
 PACKAGE = os.path.dirname(__file__)
 TASKS = os.path.join(PACKAGE, "tasks")  # the built-in tasks count as code of the user
-TASK_MODULE = os.path.join(PACKAGE, "task.py")  # a subclass inherits methods from this file
+TASK_MODULE = os.path.join(PACKAGE, "task", "interface.py")  # a subclass inherits methods from this file
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3\.|^<")
 TORCH = re.compile(r"/(site|dist)-packages/torch/")
 LOST_PEER = re.compile(
