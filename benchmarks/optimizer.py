@@ -1,7 +1,8 @@
 """Time of an update: the optimizers beside torch's fused AdamW, and the share of whole norms in a step.
 
 One process; the contenders alternate, so that a machine that drifts disturbs all equally. The model has 10.5
-million parameters in an MLP, as in steps.py.
+million parameters in an MLP, as in steps.py. Each step has a batch of its own: on a batch that the model
+learns by heart, gradients become denormal numbers, which make a step several times as slow.
 """
 
 import argparse
@@ -90,15 +91,29 @@ def print_updates(names: list[str], rounds: int) -> None:
         print(f"{name:<10} {1e3 * statistics.median(times[name]):7.2f} ms, speed {describe(ratios)}")
 
 
+def check_numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """End the program if more than a thousandth of gradients and state are denormal numbers."""
+    tensors = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    tiny = torch.finfo(torch.float32).tiny
+    count = sum(int(((tensor != 0) & (tensor.abs() < tiny)).sum()) for tensor in floats)
+    share = count / sum(tensor.numel() for tensor in floats)
+    if share > 1e-3:
+        raise SystemExit(f"{100 * share:.1f} % of the numbers are denormal, which slows the updates")
+
+
 def print_norms(name: str, rounds: int) -> None:
     """Print the time that norms and trust ratios add to an update, as a share of a whole step."""
     torch.manual_seed(0)
     model = build_model()
-    inputs, targets = torch.randn(BATCH, 1024), torch.randint(10, (BATCH,))
-    step = OptimizerStep(make_optimizer(Task(), Optimizer(name=name), ResolvedPlan(), model))
+    batches = iter([(torch.randn(BATCH, 1024), torch.randint(10, (BATCH,))) for _ in range(rounds + 1)])
+    optimizer = make_optimizer(Task(), Optimizer(name=name), ResolvedPlan(), model)
+    step = OptimizerStep(optimizer)
     without = WITH_NORMS[name](model.parameters(), trust=False)
 
     def train() -> None:
+        inputs, targets = next(batches)
         model.zero_grad()
         F.cross_entropy(model(inputs), targets).backward()
         with torch.no_grad():
@@ -109,6 +124,7 @@ def print_norms(name: str, rounds: int) -> None:
             step()
 
     times = time_alternately({"step": train, "update": update, "without": without.step}, rounds)
+    check_numbers(optimizer, model)
     shares = [
         (own - less) / whole
         for own, less, whole in zip(times["update"], times["without"], times["step"], strict=True)
