@@ -155,6 +155,53 @@ def test_pieces_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert all(map(torch.equal, found, expected))
 
 
+MOMENTUM: list[tuple[str, dict[str, Any]]] = [
+    ("lars", {"weight_decay": 0.1, "trust_coefficient": 1.0}),
+    ("lars", {"momentum": 0.0, "weight_decay": 0.1, "trust_coefficient": 1.0}),
+    ("lars", {"convention": "timm", "weight_decay": 0.1, "trust_coefficient": 0.1}),
+    ("novograd", {}),
+    ("novograd", {"weight_decay": 0.1, "grad_averaging": True}),
+    ("novograd", {"weight_decay": 0.1, "betas": (0.0, 0.9)}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), MOMENTUM)
+@pytest.mark.parametrize("is_tiny", [False, True], ids=["", "tiny"])
+def test_the_kernel_of_sgd_equals_pieces(
+    name: str, options: dict[str, Any], is_tiny: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, beside pieces in float64. A tiny scale has no digits in `1 - dampening`."""
+
+    def train_in(dtype: torch.dtype) -> nn.ParameterList:
+        model = nn.ParameterList([random_normal(60, 70).to(dtype), random_normal(7, 3).T.to(dtype)])
+        optimizer = build(name, model, **options)
+        for step in range(4):
+            for at, parameter in enumerate(model):
+                grad = random_normal(*parameter.shape, seed=10 * step + at) * (1e14 if is_tiny else 1.0)
+                parameter.grad = torch.empty_like(parameter).copy_(grad)
+            optimizer.step()
+        return model
+
+    calls: list[int] = []
+    kernel = torch._fused_sgd_
+    monkeypatch.setattr(
+        torch, "_fused_sgd_", lambda *args, **given: (calls.append(1), kernel(*args, **given))
+    )
+    expected = train_in(torch.float64)
+    assert not calls
+    found = train_in(torch.float32)
+    has_no_momentum = options.get("betas", (0.9, 0.9))[0] == 0  # but a state for it
+    is_rounded = is_tiny and options.get("momentum") != 0
+    assert len(calls) == (0 if is_rounded or has_no_momentum else 8)
+    start = nn.ParameterList([random_normal(60, 70), random_normal(7, 3).T])
+    assert find_difference(found, expected) < 1e-6
+    moved = [
+        relative_difference((b - a).detach(), (c - a).detach())
+        for a, b, c in zip(start, found, expected, strict=True)
+    ]
+    assert is_tiny or max(moved) < 1e-3
+
+
 def test_gradients_stay_as_they_are() -> None:
     for name in (*ON_CPU, "lion", "novograd", "lars", "lamb"):
         model = build_parameters()

@@ -67,8 +67,7 @@ class Lamb(WholeTensorOptimizer):
         for number, (at, (weights, grads, firsts, seconds)) in enumerate(pieces):
             if number == len(memory):
                 memory.append(Scratch())
-            updates = memory[number].copy(weights)
-            torch._foreach_mul_(updates, decay)
+            updates = memory[number].multiply(weights, decay)
             subtract_adam_(
                 updates,
                 grads,

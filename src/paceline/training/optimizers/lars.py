@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from paceline.training.optimizers.elementwise import apply_momentum_
 from paceline.training.optimizers.pieces import Scratch, iterate_pieces
 from paceline.training.optimizers.whole_tensor import (
     GroupTensors,
@@ -63,8 +64,18 @@ class Lars(WholeTensorOptimizer):
                 options["trust_coefficient"] * of_weights, bound * (of_grads > 0), options["trust_clip"]
             )
         before, after = (lr, 1.0) if options["convention"] == "you2017" else (1.0, lr)
-        scales = [scale.to(weight.dtype) for scale, weight in zip(ratios * before, weights, strict=True)]
         moments = [tensors.moments("momentum_buffer")] if momentum else []
+        if not options["nesterov"] and apply_momentum_(
+            weights,
+            tensors.grads,
+            moments[0] if momentum else None,
+            scales=ratios * before,
+            decays=torch.full_like(ratios, decay),
+            momentum=momentum,
+            lr=after,
+        ):
+            return
+        scales = [scale.to(weight.dtype) for scale, weight in zip(ratios * before, weights, strict=True)]
         scratch = Scratch()
         for at, (parts, grads, *velocities) in iterate_pieces(weights, tensors.grads, *moments):
             of_parts = [scales[index] for index in at]

@@ -26,8 +26,7 @@ class Lion(WholeTensorOptimizer):
         for _, (weights, grads, momenta) in iterate_pieces(
             tensors.weights, tensors.grads, tensors.moments("exp_avg")
         ):
-            updates = scratch.copy(momenta)
-            torch._foreach_lerp_(updates, grads, 1 - beta1)
+            updates = scratch.lerp(momenta, grads, 1 - beta1)
             torch._foreach_sign_(updates)
             if options["weight_decay"]:
                 torch._foreach_mul_(weights, 1 - options["lr"] * options["weight_decay"])

@@ -39,7 +39,7 @@ class NAdam(WholeTensorOptimizer):
     def _update(self, tensors: GroupTensors) -> Rounds:
         options, (beta1, beta2) = tensors.options, tensors.options["betas"]
         steps = tensors.count_steps()
-        decayed, copies = Scratch(), Scratch()
+        decayed = Scratch()
         products = []
         for state, step in zip(tensors.states, steps, strict=True):
             state["mu_product"] = state.get("mu_product", torch.ones(())) * _momentum(options, step)
@@ -56,6 +56,7 @@ class NAdam(WholeTensorOptimizer):
             grads = apply_decay(weights, grads, options, decayed)
             # The numerator of the update is a·g + b·m, where m = β₁·m₀ + (1 − β₁)·g is the new first moment.
             # That is (a + b)·(β·m₀ + (1 − β)·g): Adam's with another β, and without its bias correction.
+            # The first moment is between that of Adam and g.
             mu, next_mu = _momentum(options, step), _momentum(options, step + 1)
             of_grads, of_firsts = (1 - mu) / (1 - product), next_mu / (1 - product * next_mu)
             total = of_grads + of_firsts
@@ -63,7 +64,7 @@ class NAdam(WholeTensorOptimizer):
             subtract_adam_(
                 weights,
                 grads,
-                copies.copy(firsts),
+                firsts,
                 seconds,
                 lr=options["lr"] * total * (1 - beta**step),
                 betas=(beta, beta2),
@@ -71,7 +72,8 @@ class NAdam(WholeTensorOptimizer):
                 step=step,
                 is_fused=options["fused"],
             )
-            torch._foreach_lerp_(firsts, grads, 1 - beta1)
+            if beta:
+                torch._foreach_lerp_(firsts, grads, 1 - beta1 / beta)
         yield from ()
 
 

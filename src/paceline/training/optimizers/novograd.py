@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from paceline.training.optimizers.elementwise import apply_momentum_
 from paceline.training.optimizers.pieces import Scratch, iterate_pieces
 from paceline.training.optimizers.whole_tensor import (
     GroupTensors,
@@ -52,6 +53,17 @@ class NovoGrad(WholeTensorOptimizer):
         for second, value in zip(seconds, averages, strict=True):
             second.copy_(value)
         scales = 1 / (averages.sqrt() + options["eps"])
+        share = 1 - beta1 if options["grad_averaging"] else 1.0  # of the new term in the first moment
+        if apply_momentum_(
+            tensors.weights,
+            tensors.grads,
+            firsts,
+            scales=share * scales,
+            decays=options["weight_decay"] / scales,
+            momentum=beta1,
+            lr=options["lr"],
+        ):
+            return
         factors = [scale.to(grad.dtype) for scale, grad in zip(scales, tensors.grads, strict=True)]
         scratch = Scratch()
         for at, (weights, grads, momenta) in iterate_pieces(tensors.weights, tensors.grads, firsts):
@@ -60,5 +72,5 @@ class NovoGrad(WholeTensorOptimizer):
             if options["weight_decay"]:
                 torch._foreach_add_(updates, weights, alpha=options["weight_decay"])
             torch._foreach_mul_(momenta, beta1)
-            torch._foreach_add_(momenta, updates, alpha=1 - beta1 if options["grad_averaging"] else 1.0)
+            torch._foreach_add_(momenta, updates, alpha=share)
             torch._foreach_add_(weights, momenta, alpha=-options["lr"])

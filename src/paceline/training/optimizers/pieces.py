@@ -70,14 +70,38 @@ class Scratch:
 
     def copy(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return copies of tensors, which are valid until the next call. An accelerator gets new memory."""
+        blocks = self._blocks(parts)
+        if blocks is None:
+            return list(torch._foreach_clone(list(parts)))
+        torch._foreach_copy_(blocks, list(parts))
+        return blocks
+
+    def multiply(self, parts: Sequence[Tensor], factor: float) -> list[Tensor]:
+        """Return the products of tensors and a number, in memory like that of `copy`."""
+        blocks = self._blocks(parts)
+        if blocks is None:
+            return list(torch._foreach_mul(list(parts), factor))
+        for block, part in zip(blocks, parts, strict=True):
+            torch.mul(part, factor, out=block)
+        return blocks
+
+    def lerp(self, starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:
+        """Return start + weight × (end - start) of pairs of tensors, in memory like that of `copy`."""
+        blocks = self._blocks(starts)
+        if blocks is None:
+            return list(torch._foreach_lerp(list(starts), list(ends), weight))
+        for block, start, end in zip(blocks, starts, ends, strict=True):
+            torch.lerp(start, end, weight, out=block)
+        return blocks
+
+    def _blocks(self, parts: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return memory for tensors like these; None if they need new memory."""
         first = parts[0]
         is_plain = all(part.is_contiguous() and part.dtype == first.dtype for part in parts)
         if first.device.type != "cpu" or not is_plain:
-            return list(torch._foreach_clone(list(parts)))
+            return None
         sizes = [part.numel() for part in parts]
         if self._buffer is None or self._buffer.numel() < sum(sizes) or self._buffer.dtype != first.dtype:
             self._buffer = torch.empty(sum(sizes), dtype=first.dtype)
         blocks = self._buffer[: sum(sizes)].split(sizes)
-        copies = [block.view(part.shape) for block, part in zip(blocks, parts, strict=True)]
-        torch._foreach_copy_(copies, list(parts))
-        return copies
+        return [block.view(part.shape) for block, part in zip(blocks, parts, strict=True)]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.training.optimizers.elementwise import subtract_adam_
+from paceline.training.optimizers.elementwise import apply_decay, subtract_adam_
 from paceline.training.optimizers.pieces import Scratch, iterate_pieces
 from paceline.training.optimizers.whole_tensor import GroupTensors, Rounds, WholeTensorOptimizer
 
@@ -48,11 +48,12 @@ class RMSprop(WholeTensorOptimizer):
         names += ["momentum_buffer"] if options["momentum"] else []
         names += ["grad_avg"] if options["centered"] else []
         lists = [tensors.moments(name) for name in names]
-        for _, (weights, grads, *moments) in iterate_pieces(tensors.weights, tensors.grads, *lists):
+        is_kernel = options["fused"] and len(lists) == 1 and not options["weight_decay"]
+        for _, (weights, grads, *moments) in iterate_pieces(
+            tensors.weights, tensors.grads, *lists, is_divided=not is_kernel
+        ):
             by_name = dict(zip(names, moments, strict=True))
-            updates = scratch.copy(grads)  # a copy also because the kernel writes first moments
-            if options["weight_decay"]:
-                torch._foreach_add_(updates, weights, alpha=options["weight_decay"])
+            updates = apply_decay(weights, grads, options, scratch)
             velocities = by_name.get("momentum_buffer")
             targets, lr = (weights, options["lr"]) if velocities is None else (velocities, -1.0)
             if velocities is not None:
@@ -68,7 +69,7 @@ class RMSprop(WholeTensorOptimizer):
                 subtract_adam_(
                     targets,
                     updates,
-                    updates,
+                    updates,  # as first moments, which the kernel does not change, because β₁ is 0
                     by_name["square_avg"],
                     lr=lr,
                     betas=(0.0, options["alpha"]),
