@@ -141,7 +141,7 @@ def test_update_matches_torch(spec: Optimizer, oracle: object, clip: float | Non
             torch.nn.utils.clip_grad_norm_(twin.parameters(), clip)
         theirs.step()
         theirs.zero_grad()
-        step.update(lr_factor)
+        step.update(lr_factor, 0)
         assert all(parameter.grad is None for parameter in params)
         for parameter, expected in zip(params, twin.parameters(), strict=True):
             assert relative_difference(parameter.detach(), expected.detach()) < 1e-14

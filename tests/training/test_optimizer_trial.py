@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import models
 from harness import differences_from_single, ranks, train_on_this_rank
+from own_optimizers import Large, Late
 from paceline import Spec
 from paceline.errors import PlanError
 from paceline.plan.plan import ResolvedPlan, parse
@@ -104,7 +105,7 @@ def make_params() -> list[nn.Parameter]:
         (Lamb, Independence.TENSORS),
         (ByTensor, Independence.TENSORS),
         (Clipped, Independence.NOTHING),
-        (Noisy, Independence.NOTHING),
+        (Noisy, Independence.RANDOM),
         (Stubborn, Independence.NOTHING),
     ],
 )
@@ -199,6 +200,28 @@ def refusal() -> str:
 def test_an_optimizer_that_reads_all_gradients_is_refused_on_ranks() -> None:
     assert all("Clipped does not update each tensor" in text for text in ranks(2)(refusal))
     assert differences_from_single(2, "ddp", OwnClipped(), SPEC) == []
+
+
+@pytest.mark.parametrize("kind", [Late, Large])
+def test_a_trial_finds_what_small_tensors_and_first_steps_do_not_show(kind: Any) -> None:
+    params = [nn.Parameter(torch.ones(200, 300)), nn.Parameter(torch.ones(300))]
+    assert try_optimizer(kind(params)) is Independence.TENSORS
+
+
+def test_a_trial_finds_random_rounding_of_bf16() -> None:
+    class Rounding(Signs):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    grad = parameter.grad
+                    if grad.dtype == torch.bfloat16:
+                        grad = grad + torch.rand_like(grad) * 0.01
+                    parameter -= group["lr"] * grad
+
+    params = [nn.Parameter(torch.ones(9, 7, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    assert try_optimizer(Rounding(params)) is Independence.RANDOM
+    assert try_optimizer(Rounding(params[:1])) is Independence.ELEMENTS
 
 
 def test_a_trial_finds_small_differences() -> None:

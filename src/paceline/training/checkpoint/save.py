@@ -42,6 +42,7 @@ from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
 from paceline.training.init.named_tensors import find_aliases, named_tensors
 from paceline.training.optimization.optimizer import local_optimizer
+from paceline.training.optimization.optimizer_values import allocate_values, collect_values, restore_values
 from paceline.training.optimization.plateau import PlateauState
 from paceline.training.stop_policy import StopState
 
@@ -102,15 +103,9 @@ def collect_state(
     names: dict[Tensor, str] = {
         parameter: name for name, parameter in model.named_parameters() if name not in elsewhere
     }
-    for optimizer in optimizers:
-        for parameter, values in local_optimizer(optimizer).state.items():
-            if parameter not in names:
-                continue
-            state |= {
-                f"optimizer/{names[parameter]}/{key}": value
-                for key, value in values.items()
-                if isinstance(value, Tensor)
-            }
+    for index, optimizer in enumerate(optimizers):
+        values = collect_values(local_optimizer(optimizer), names, index)
+        state |= {f"optimizer/{name}": value for name, value in values.items()}
     return state
 
 
@@ -496,43 +491,24 @@ def load_(
         for name, tensor in collect_model_tensors(model).items()
         if is_materialized(tensor)
     }
-    for optimizer in optimizers:
-        wanted |= _allocate_optimizer_state_(stored, model, optimizer, prefix)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    begin = f"{prefix}optimizer/"
+    of_optimizers = {
+        name.removeprefix(begin): meta for name, meta in stored.items() if name.startswith(begin)
+    }
+    values = [
+        allocate_values(of_optimizers, local_optimizer(optimizer), names, index)
+        for index, optimizer in enumerate(optimizers)
+    ]
+    for of_optimizer in values:
+        wanted |= {f"{begin}{name}": value for name, value in of_optimizer.items()}
     has_averages = all(name in stored for name in averages or ())
     if has_averages:
         wanted |= averages or {}
     read_tensors(path, metadata, wanted, group)
+    for index, (optimizer, of_optimizer) in enumerate(zip(optimizers, values, strict=True)):
+        restore_values(local_optimizer(optimizer), names, of_optimizer, index)
     return has_averages
-
-
-def _allocate_optimizer_state_(
-    stored: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str
-) -> dict[str, Any]:
-    """Give the optimizer empty tensors for its state in a checkpoint; return them by names there.
-
-    stored: metadata of the tensors of the checkpoint, by name.
-    """
-    wanted: dict[str, Any] = {}
-    local = local_optimizer(optimizer)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    keys: dict[str, list[str]] = {}
-    for entry in stored:
-        if entry.startswith(f"{prefix}optimizer/"):
-            name, _, key = entry.removeprefix(f"{prefix}optimizer/").rpartition("/")
-            keys.setdefault(name, []).append(key)
-    for options in local.param_groups:
-        for parameter in options["params"]:
-            for key in keys.get(names[parameter], []):
-                entry = f"{prefix}optimizer/{names[parameter]}/{key}"
-                meta = stored[entry]
-                dtype = meta.properties.dtype
-                if meta.size == parameter.shape and parameter.dim():
-                    value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                else:
-                    on_cpu = not (options.get("fused") or options.get("capturable"))
-                    value = torch.empty(meta.size, dtype=dtype, device="cpu" if on_cpu else parameter.device)
-                local.state[parameter][key] = wanted[entry] = value
-    return wanted
 
 
 def load_metadata(path: Path, index: Index) -> Any:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Container
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from paceline.errors import TaskError
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer
 from paceline.task import Task
-from paceline.training.optimization.optimizer_trial import check_independence
+from paceline.training.optimization.optimizer_trial import ELEMENTWISE, check_independence
+from paceline.training.optimization.optimizer_values import remember_start
 from paceline.training.optimization.sparse_gradients import check_sparse_support, find_sparse_parameters
 from paceline.training.optimizers.build import build_optimizer
+from paceline.training.optimizers.whole_tensor import WholeTensorOptimizer, as_real
 from paceline.user_code import UserCode
 
 MAX_NAMED_GROUPS = 4  # in a note
@@ -92,13 +95,25 @@ def shard_state(optimizer: torch.optim.Optimizer, plan: ResolvedPlan) -> torch.o
     Raises PlanError if the optimizer computes another update under this plan.
     """
     check_independence(optimizer, plan)
-    if plan.zero == 1 and plan.data_ranks > 1 and not plan.splits_model:
+    shards_state = plan.zero == 1 and plan.data_ranks > 1
+    uses_torch = shards_state and not plan.splits_model and _can_be_rebuilt(optimizer)
+    if uses_torch:
         optimizer = _shard_with_torch(optimizer)
     _split_groups_by_mesh(optimizer)
-    if plan.zero == 1 and plan.data_ranks > 1 and plan.splits_model:
+    if shards_state and not uses_torch:
         _shard_by_parameter(optimizer)
     _start_momentum(local_optimizer(optimizer))
+    remember_start(local_optimizer(optimizer))
     return optimizer
+
+
+def _can_be_rebuilt(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether its class with the options of its groups makes an equal optimizer.
+
+    Optimizers of user code may have options in attributes, or take them by other names.
+    """
+    is_known = type(optimizer) in ELEMENTWISE or isinstance(optimizer, WholeTensorOptimizer)
+    return is_known and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def _ineffective_options(spec: Optimizer, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -203,12 +218,13 @@ def _shard_with_torch(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 def _shard_by_parameter(optimizer: torch.optim.Optimizer) -> None:
     """Assign each parameter to one data rank, which updates it and broadcasts it to the others.
 
-    torch 2.13: ZeroRedundancyOptimizer does the same, but it broadcasts DTensors, which is not possible.
+    torch 2.13: ZeroRedundancyOptimizer does the same, but it broadcasts DTensors, which is not possible, and
+    makes another optimizer of the same class.
     """
     params: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    process_group: dist.ProcessGroup = next(
-        parameter.device_mesh for parameter in params if is_dtensor(parameter)
-    ).get_group("replicate")
+    meshes = [parameter.device_mesh for parameter in params if is_dtensor(parameter)]
+    process_group = meshes[0].get_group("replicate") if meshes else dist.group.WORLD
+    assert process_group is not None
     owners = dict(
         zip(
             params,
@@ -226,15 +242,29 @@ def _shard_by_parameter(optimizer: torch.optim.Optimizer) -> None:
 
     @torch.no_grad()
     def broadcast_parameters(*step: Any) -> None:
+        tensors = [as_real(local_tensor(parameter.detach())) for parameter in owners]
+        sent = [tensor.contiguous() for tensor in tensors]
         broadcasts = [
-            dist.broadcast(local_tensor(parameter), group=process_group, group_src=owner, async_op=True)
-            for parameter, owner in owners.items()
+            dist.broadcast(tensor, group=process_group, group_src=owner, async_op=True)
+            for tensor, owner in zip(sent, owners.values(), strict=True)
         ]
-        for work in broadcasts:
+        for work, tensor, received in zip(broadcasts, tensors, sent, strict=True):
             assert work is not None
             work.wait()
+            if received is not tensor:
+                tensor.copy_(received)
 
-    optimizer.register_step_post_hook(broadcast_parameters)
+    if getattr(type(optimizer).step, "hooked", False):
+        optimizer.register_step_post_hook(broadcast_parameters)
+        return
+    # A class that does not call the constructor of torch's base class has no hooks.
+    step = optimizer.step
+
+    def step_and_broadcast(self: torch.optim.Optimizer, closure: Any = None) -> None:
+        step()
+        broadcast_parameters()
+
+    vars(optimizer)["step"] = MethodType(step_and_broadcast, optimizer)
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

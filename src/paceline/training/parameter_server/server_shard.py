@@ -1,6 +1,5 @@
 """The shard of a server: its part of weights and optimizer state, and gradients of pending steps."""
 
-import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
+from paceline.training.optimization.optimizer_trial import copy_optimizer
+from paceline.training.optimization.optimizer_values import decode_values, encode_value
 from paceline.training.parameter_server.partition import ParameterSlice, slice_state
 from paceline.training.parameter_server.rpc import Message, make_completed_future
 
@@ -41,23 +42,15 @@ class ServerShard:
         # They share the memory of the model.
         self.parts = {slice_: nn.Parameter(slice_.of(whole[slice_.name].data)) for slice_ in self.slices}
         names = {parameter: name for name, parameter in whole.items()}
-        arguments = inspect.signature(type(self.optimizer)).parameters
         # torch 2.13: fused kernels round the last elements of a tensor differently, so results would
-        # depend on where a parameter is cut.
-        unfused = {"fused": False} if "fused" in arguments else {}
+        # depend on where a parameter is cut. The copy is unfused.
         groups = []
         for group in self.optimizer.param_groups:
             own = {names[parameter] for parameter in group["params"]}
-            options = {
-                key: value for key, value in group.items() if key in arguments and key != "params"
-            } | unfused
-            groups.append(
-                options | {"params": [part for slice_, part in self.parts.items() if slice_.name in own]}
-            )
-        defaults = {
-            key: value for key, value in self.optimizer.defaults.items() if key in arguments
-        } | unfused
-        self.own_optimizer = type(self.optimizer)(groups, **defaults)
+            groups.append([part for slice_, part in self.parts.items() if slice_.name in own])
+        self.own_optimizer = copy_optimizer(
+            self.optimizer, groups, {id(parameter): parameter for parameter in whole.values()}
+        )
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.pushed: dict[int, dict[int, Message]] = {}  # step -> worker -> gradients
         self.pending_pulls: list[tuple[int, int, Future[Message]]] = []  # need, have, answer
@@ -153,7 +146,7 @@ class ServerShard:
                 if isinstance(key, tuple) and key[0] == slice_
             }
             if state:
-                self.own_optimizer.state[part].update(state)
+                self.own_optimizer.state[part].update(decode_values(state))
         self.version = message.fields["version"]
         return Message("loaded")
 
@@ -161,8 +154,8 @@ class ServerShard:
         tensors: dict[object, Tensor] = {slice_: part.detach().clone() for slice_, part in self.parts.items()}
         for slice_, part in self.parts.items():
             for key, value in self.own_optimizer.state.get(part, {}).items():
-                if isinstance(value, Tensor):
-                    tensors[slice_, key] = value.clone()
+                for name, tensor in encode_value(key, value).items():
+                    tensors[slice_, name] = tensor.clone()
         return Message("state", tensors)
 
     def _over(self, message: Message) -> Message:
@@ -186,6 +179,6 @@ def make_load_message(
     for slice_ in slices:
         tensors[slice_] = slice_.of(params[slice_.name].detach()).clone()
         for key, value in slice_state(optimizer, params[slice_.name], slice_).items():
-            if isinstance(value, Tensor):
-                tensors[slice_, key] = value.clone()
+            for name, tensor in encode_value(key, value).items():
+                tensors[slice_, name] = tensor.clone()
     return Message("load", tensors, {"version": version})

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.data.batch_slices import RankBatchSlice
 from paceline.data.samples import Batch, number_batch
-from paceline.distributed.rng import derive_seed, seed_torch
+from paceline.distributed.rng import derive_seed, seed_torch, seeded_rngs
 from paceline.doctor.heartbeat import BACKWARD, FORWARD, UPDATE
 from paceline.errors import TaskError
 from paceline.parallel.data_parallel.inner_gradients import InnerGradients
@@ -43,7 +43,9 @@ from paceline.sample_rng import number_samples
 from paceline.task import Task
 from paceline.training.optimization.adaptive_clipping import AdaptiveClipping
 from paceline.training.optimization.gradient_norm import GradientNorm, combine_norms, local_gradients, scale_
+from paceline.training.optimization.optimizer import local_optimizer
 from paceline.training.optimization.optimizer_step import OptimizerStep
+from paceline.training.optimization.optimizer_values import is_of_user_code
 from paceline.training.step.step_metrics import LocalStepStats
 from paceline.user_code import UserCode
 
@@ -141,6 +143,7 @@ class TrainingStep:
         self.norm = GradientNorm(counted, self.plan, self.place, self.device)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
         self.step_optimizer = OptimizerStep(self.optimizer)
+        self._is_of_user_code = is_of_user_code(local_optimizer(self.optimizer))
 
     @property
     def data_ranks(self) -> int:
@@ -153,7 +156,7 @@ class TrainingStep:
         self.on_phase(UPDATE)
         if self.observe is not None:
             self.observe("gradients", step)
-        norm = self.update(lr_factor)
+        norm = self.update(lr_factor, step)
         for change in self.after_update:
             change(step + 1)
         if self.observe is not None:
@@ -395,8 +398,8 @@ class TrainingStep:
         return start.to(loss.dtype) if isinstance(start, Tensor) else torch.full_like(loss, start)
 
     @torch.no_grad()
-    def update(self, lr_factor: float) -> Tensor | list[Tensor]:
-        """Clip the gradients, run the optimizer and drop the gradients.
+    def update(self, lr_factor: float, step: int) -> Tensor | list[Tensor]:
+        """Clip the gradients, run the optimizer and drop the gradients. step: steps done before.
 
         Returns this rank's part of the norm of the whole gradient, or the norms of the tensors in that part.
         """
@@ -406,7 +409,7 @@ class TrainingStep:
         if self.clip is None and self.loss_scale is None and not self.skips_nan:
             norm = self.norm.local_norms()
             self._limit_gradients()
-            self._step()
+            self._step(step)
         else:
             whole = self.norm.global_norm()
             by = torch.ones_like(whole)
@@ -422,7 +425,7 @@ class TrainingStep:
             if finite:
                 scale_(self.params, by)
                 self._limit_gradients()
-                self._step()
+                self._step(step)
             norm = []
             if self.is_local or self.place == MeshCoordinate(0, 0, 0, 0):
                 norm = whole / self.loss_scale.scale if self.loss_scale is not None else whole
@@ -440,9 +443,20 @@ class TrainingStep:
         if self.agc is not None:
             self.agc()
 
-    def _step(self) -> None:
-        with UserCode("the step of the optimizer", self.task.optimizer):
+    def _step(self, step: int) -> None:
+        with (
+            UserCode("the step of the optimizer", self.task.optimizer),
+            self._draw_as_others(step) if self._is_of_user_code else contextlib.nullcontext(),
+        ):
             self.step_optimizer()
+
+    @contextlib.contextmanager
+    def _draw_as_others(self, step: int) -> Iterator[None]:
+        """Return a context with the same random numbers on all ranks."""
+        seed = derive_seed(self.seed, "optimizer", self.name, step)
+        with seeded_rngs(seed):
+            seed_torch(seed, self.device)
+            yield
 
     def _sync_if(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Let torch's engines send gradients only with the last micro-batch of a step."""

@@ -234,7 +234,7 @@ class UpdateSequence:
         if self.observe_pass is not None:
             self.observe_pass("gradients", step)
         norms = [
-            self._norm(of_update.update(self._lr_factor(update, step, lr_factor)))
+            self._norm(of_update.update(self._lr_factor(update, step, lr_factor), step))
             for update, of_update, is_due in zip(of_pass.updates, of_pass.steps, due, strict=True)
             if is_due
         ]
