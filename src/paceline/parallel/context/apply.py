@@ -26,6 +26,7 @@ from paceline.data.fake import is_close
 from paceline.distributed.mesh import build_cp_mesh
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.errors import PlanError
+from paceline.evaluation_mode import evaluation_mode
 from paceline.parallel.context.check import MIN_POSITIONS
 from paceline.parallel.context.find_splits import SequenceSplits, find_sequence_splits, has_attention
 from paceline.parallel.context.replace_attention import (
@@ -348,7 +349,6 @@ class ContextParallel:
 @contextlib.contextmanager
 def _without_side_effects(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Run passes without dropout that leave no graph, and no change of buffers or random streams."""
-    modes = {module: module.training for module in model.modules()}
     buffers = [
         (module._buffers, key, buffer, buffer.clone())
         for module in model.modules()
@@ -356,17 +356,13 @@ def _without_side_effects(model: nn.Module, device: torch.device) -> Iterator[No
         if buffer is not None
     ]
     devices = [device] if device.type == "cuda" else []
-    model.eval()
-    try:
-        with (
-            torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-            torch.random.fork_rng(devices=devices),
-        ):
-            yield
-            for module_buffers, key, buffer, before in buffers:
-                module_buffers[key] = buffer  # the model may have assigned another tensor
-                buffer.copy_(before)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with (
+        evaluation_mode(model),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.random.fork_rng(devices=devices),
+    ):
+        yield
+        for module_buffers, key, buffer, before in buffers:
+            module_buffers[key] = buffer  # the model may have assigned another tensor
+            buffer.copy_(before)

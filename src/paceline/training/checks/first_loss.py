@@ -19,6 +19,7 @@ from paceline.batch import cast_floats, find_leaves
 from paceline.data.samples import Batch
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
+from paceline.evaluation_mode import evaluation_mode
 from paceline.parallel.loss.forward import call_loss_by_item, read_weights
 from paceline.plan.plan import ResolvedPlan
 from paceline.sample_rng import SampleNumbers, find_numbers, number_samples
@@ -292,15 +293,9 @@ class FirstLossCheck:
             return "unknown"
         cut = self.samples // 2
         slicers = build_slicers(self.samples, cut, ORDERS[0])
-        modes = [(module, module.training) for module in self.step.model.modules()]
-        self.step.model.eval()
-        try:
-            with torch.no_grad(), preserved_rng(self.step.device):
-                whole, repeated = self._evaluate_loss(batch, 0), self._evaluate_loss(batch, 1)
-                parts = [self._evaluate_loss(slicer(batch), 0) for slicer in slicers]
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with evaluation_mode(self.step.model), torch.no_grad(), preserved_rng(self.step.device):
+            whole, repeated = self._evaluate_loss(batch, 0), self._evaluate_loss(batch, 1)
+            parts = [self._evaluate_loss(slicer(batch), 0) for slicer in slicers]
         losses = [part for part in parts if part is not None]
         if (
             whole is None

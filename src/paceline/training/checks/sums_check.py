@@ -16,6 +16,7 @@ from paceline.batch import cast_floats
 from paceline.data.samples import Batch
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
+from paceline.evaluation_mode import evaluation_mode
 from paceline.parallel.loss.batch_sums import Sums, read_sums
 from paceline.sample_rng import SampleNumbers, find_numbers, number_samples
 from paceline.training.checks.batch_parts import (
@@ -102,16 +103,10 @@ class FirstSumsCheck:
         if self.samples < 2:
             return None
         slicers = build_slicers(self.samples, self.samples // 2, ORDERS[0])
-        modes = [(module, module.training) for module in self.step.model.modules()]
-        self.step.model.eval()
-        try:
-            with torch.no_grad(), preserved_rng(self.step.device):
-                whole, *parts = [
-                    self._compute(None, part) for part in (batch, *(slicer(batch) for slicer in slicers))
-                ]
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with evaluation_mode(self.step.model), torch.no_grad(), preserved_rng(self.step.device):
+            whole, *parts = [
+                self._compute(None, part) for part in (batch, *(slicer(batch) for slicer in slicers))
+            ]
         if not whole:  # the model has its auxiliary outputs in training only
             return self.wrong
         return _find_wrong(whole, parts)

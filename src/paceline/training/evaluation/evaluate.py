@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.data.samples import Batch, Samples, number_batch
 from paceline.distributed.rng import derive_seed
 from paceline.doctor.heartbeat import EVALUATE
 from paceline.errors import TaskError
+from paceline.evaluation_mode import evaluation_mode
 from paceline.events import Evaluated
 from paceline.metrics import Accumulator
 from paceline.parallel.loss.auxiliary_loss import compute_auxiliary_loss, has_auxiliary_loss
@@ -139,11 +141,10 @@ def evaluate(
     accumulated = AccumulatedMetrics()
     sample_sums = SumsOfParts()
     names: dict[str, bool] = {}  # of all values in their order, and whether they are accumulators
-    update.model.eval()
     update.on_phase(EVALUATE)
     agreement = _StopAgreement(stop, device, group)
     source = batches(samples, parts, device, workers, prefetch, agree=agree_on_longest(group, device))
-    try:
+    with evaluation_mode(update.model), closing(source):
         for at, (numbers, data) in enumerate(zip(mine, source, strict=True)):
             update.on_phase(EVALUATE)
             if agreement.check():
@@ -171,9 +172,6 @@ def evaluate(
                 sums[name] = (
                     sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + pair * is_counted
                 )
-    finally:
-        source.close()
-        update.model.train()
     if update.pipeline is not None:
         update.pipeline.reshard()
     if update.inner is not None:
