@@ -68,7 +68,9 @@ def test_results_by_rank_and_output(script, capsys) -> None:
 
 
 def test_a_failing_rank_is_named(script) -> None:
-    with pytest.raises(RankError, match=r"^rank 1: fail\(\) raised ValueError: no such number \(") as raised:
+    with pytest.raises(
+        RankError, match=r"^rank 1: fail\(\) raised ValueError: no such number \(script\.py, line 29\)"
+    ) as raised:
         spawn(script["fail"], 2, script["raise_error"])
     assert "\n" not in str(raised.value)
     with pytest.raises(RankError, match="rank 1 failed: it was killed by SIGKILL"):

@@ -77,10 +77,10 @@ def _pack(function: Callable[..., Any], ranks: int, args: Any, timeout_s: float 
 
 
 def _dump(value: Any, what: str, kind: type[SpecError] | type[RankError]) -> bytes:
-    import cloudpickle
+    from paceline.launch.by_value import dumps
 
     try:
-        content: bytes = cloudpickle.dumps(value)
+        content = dumps(value)
     except Exception as error:  # of the user's objects
         raise kind(f"{what} cannot be sent to another process: {type(error).__name__}: {error}") from error
     return content

@@ -21,10 +21,10 @@ def send_task(task: Task, reference: str, file: Path) -> None:
 
 def pack_task(task: Task, reference: str) -> bytes:
     """Return a task as a pickle, for `unpack_task`. Raises TaskError if a part of it cannot be pickled."""
-    import cloudpickle
+    from paceline.launch.by_value import dumps
 
     try:
-        content: bytes = cloudpickle.dumps((reference, task))
+        content = dumps((reference, task))
     except Exception as error:  # of the user's objects
         raise TaskError(
             f"task {type(task).__name__} cannot be sent to the ranks: {type(error).__name__}: {error}; open "
