@@ -40,7 +40,10 @@ def test_whole_configuration(tmp_path):
         },
         "schedule": {"name": "linear", "warmup": "100 steps", "start": 0.0},
     }
-    assert result.err == "note: steps_per_print is not needed: paceline train shows the progress by itself\n"
+    assert result.err == (
+        "note: the first two updates of DeepSpeed have the first rate: its schedule is a step later\n"
+        "note: steps_per_print is not needed: paceline train shows the progress by itself\n"
+    )
     shown = read_blocks("docs/from-deepspeed.md")["run.toml"]
     assert tomllib.loads(shown) == tree
 
@@ -79,8 +82,20 @@ def test_translated_configuration_trains(tmp_path):
                 "schedule": {"name": "cosine", "warmup": "3 steps", "start": 0.0, "floor": 0.0001},
             },
         ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": 0.1}}},
+            {"plan": "ddp", "optimizer": {"lr": 0.1}, "schedule": {"name": "constant", "start": 0.0}},
+        ),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "optimizer": {"type": "adamw"}},
+            {"plan": "ddp", "precision": "bf16", "optimizer": {"name": "adamw", "weight_decay": 0.0}},
+        ),
+        (
+            {"train_batch_size": 24, "gradient_accumulation_steps": 3, "activation_checkpointing": {"x": 1}},
+            {"plan": "ddp,microbatches=3", "batch": 24},
+        ),
     ],
-    ids=["empty", "zero3", "accumulation", "fp16", "adam", "cosine"],
+    ids=["empty", "zero3", "accumulation", "fp16", "adam", "cosine", "auto", "autocast", "batch"],
 )
 def test_parts(config, expected, tmp_path):
     assert translated(tmp_path, config) == expected
@@ -106,6 +121,18 @@ def test_parts(config, expected, tmp_path):
         ({"optimizer": {"type": "OneBitAdam"}}, "no such optimizer in Paceline: 'OneBitAdam'"),
         ({"optimizer": {"type": "SGD", "params": {"lr": -1}}}, "optimizer.lr"),
         ({"scheduler": {"type": "LRRangeTest"}}, "no such schedule in Paceline: 'LRRangeTest'"),
+        ({"scheduler": {"type": "OneCycle"}}, "no such schedule in Paceline: 'OneCycle'"),
+        ({"zero_optimization": {"stag": 2}}, "no such key: zero_optimization.stag; correct or remove it"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "zero_optimization.cpu_offload is set"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, "use the plan hsdp"),
+        ({"train_batch_size": 10, "gradient_accumulation_steps": 4}, "train_batch_size 10 is not divisible"),
+        ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, "is not divisible by train_micro"),
+        ({"gradient_clipping": "one"}, "gradient_clipping must be a number of at least 0, got 'one'"),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale=128 is fixed"),
+        ({"fp16": {"enabled": "yes"}}, "fp16.enabled must be true, false or auto, got 'yes'"),
+        ({"bf16": {"enabled": True, "master_weights": False, "other": 1}}, "bf16.other has no counterpart"),
+        ({"tensor_parallel": {"autotp_size": 4}}, "the plan key tp splits layers"),
+        ({"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_type": "cubic"}}}, "log or linear"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
@@ -137,6 +164,24 @@ def test_clipping_that_depends_on_the_release_is_reported(tmp_path):
     for config, count in (({}, 1), ({"gradient_clipping": 0}, 0), ({"gradient_clipping": 0.5}, 0)):
         path.write_text(json.dumps(config))
         assert len([note for note in translate(path).notes if "gradient_clipping" in note]) == count
+
+
+def test_comments_are_read_and_keys_are_unique(tmp_path):
+    path = tmp_path / "ds.json"
+    text = """{  // as DeepSpeed accepts them
+      # the batch
+      "train_batch_size": 8, /* of all
+      ranks */ "wandb": {"group": "a // b # c, ]"},
+      "gradient_clipping": 0,
+    }"""
+    path.write_text(text)
+    assert translate(path).tree == {"plan": "ddp", "batch": 8}
+    path.write_text(text.replace('"wandb"', '"train_batch_size"').replace('{"group"', '[{"group"'))
+    with pytest.raises(SpecError, match=r"cannot read .*ds.json: Expecting ',' delimiter: line 5"):
+        translate(path)
+    path.write_text('{"fp16": {"enabled": true, "enabled": false}}')
+    with pytest.raises(SpecError, match="the key 'enabled' occurs twice"):
+        translate(path)
 
 
 def test_bad_files(tmp_path):
