@@ -48,7 +48,10 @@ class LightningTask(Task):
         return loss
 
     def metrics(self, output: Any, batch: Any) -> Mapping[str, Any]:
-        """Return the values that validation_step logged, for each sample of the batch."""
+        """Return the values that validation_step logged, for each sample of the batch.
+
+        output: has the keys `loss`, `logged`, and `returned`, the dict that validation_step returned.
+        """
         samples = count_samples(batch)
         return {name: value.float().expand(samples) for name, value in output["logged"].items()}
 

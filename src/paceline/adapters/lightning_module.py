@@ -159,7 +159,7 @@ class _StepAsForward:
         return self._run_step(*args, **kwargs)
 
     def _run_step(self, batch: Any) -> dict[str, Any]:
-        """Return the loss of a batch, and the values that the step logged, by name."""
+        """Return the loss of a batch, what validation_step logged, and the dict that it returned."""
         module: Any = self
         tensor = next((leaf for leaf in find_leaves(batch) if isinstance(leaf, Tensor)), None)
         if tensor is not None:
@@ -168,24 +168,31 @@ class _StepAsForward:
         self._samples = count_samples(batch)
         self._in_step = True
         try:
-            loss = None
-            if not self.training and _has_validation_step(module):
-                self._in_validation = True
-                loss = _find_loss(_call_step(module.validation_step, batch))
-                self._in_validation = False
-                logged, self._logged = self._logged, {}
-            else:
-                logged = {}
-            if loss is None:
+            if self.training or not _has_validation_step(module):
                 loss = _find_loss(_call_step(module.training_step, batch))
-                if loss is None:
-                    raise TaskError(
-                        f"{type(self).__name__}.training_step returned no loss, which skips a batch on one "
-                        "rank only; return a tensor, or a dict with the key 'loss'"
-                    )
+                output: dict[str, Any] = {"loss": loss, "logged": {}, "returned": {}}
+            else:
+                output = self._validate(batch)
         finally:
             self._in_step, self._in_validation, self._logged = False, False, {}
-        return {"loss": loss, "logged": logged}
+        if output["loss"] is None:
+            raise TaskError(
+                f"{type(self).__name__}.training_step returned no loss, which skips a batch on one "
+                "rank only; return a tensor, or a dict with the key 'loss'"
+            )
+        return output
+
+    def _validate(self, batch: Any) -> dict[str, Any]:
+        module: Any = self
+        self._in_validation = True
+        result = _call_step(module.validation_step, batch)
+        self._in_validation = False
+        logged, self._logged = self._logged, {}
+        loss = _find_loss(result)
+        if loss is None:
+            loss = _find_loss(_call_unchanged(module, batch))
+        returned = dict(result) if isinstance(result, Mapping) else {}
+        return {"loss": loss, "logged": logged, "returned": returned}
 
     def log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
         """Keep a value as a metric of the validation; of the training, Paceline reports the losses."""
@@ -202,7 +209,12 @@ class _StepAsForward:
                 f"log({name!r}, batch_size={batch_size}) weighs a value by another number than the "
                 f"{self._samples} samples of the batch; return it by item in metrics() of the task"
             )
-        self._logged[name] = torch.as_tensor(value).detach()
+        number = torch.as_tensor(value).detach()
+        if number.numel() != 1:
+            raise TaskError(
+                f"log({name!r}) of a tensor of shape {tuple(number.shape)}; log a number, such as its mean"
+            )
+        self._logged[name] = number.reshape(())
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         for name, value in dictionary.items():
@@ -232,6 +244,20 @@ def _call_step(step: Callable[..., Any], batch: Any) -> Any:
             "pass; use a batch alone (evaluate_splits has several loaders, updates() several optimizers)"
         )
     return step(batch, NoBatchIndex()) if takes_index else step(batch)
+
+
+def _call_unchanged(module: Any, batch: Any) -> Any:
+    """Call training_step in an evaluation, for its loss. Raises TaskError if it changes the module."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    versions = [tensor._version for _, tensor in tensors]
+    result = _call_step(module.training_step, batch)
+    for (name, tensor), version in zip(tensors, versions, strict=True):
+        if tensor._version != version:
+            raise TaskError(
+                f"training_step changes {name!r}, also in an evaluation, where it computes the loss; return "
+                "the loss from validation_step"
+            )
+    return result
 
 
 def _find_loss(result: Any) -> Tensor | None:

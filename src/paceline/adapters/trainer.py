@@ -24,12 +24,27 @@ from paceline.errors import TaskError
 from paceline.hf.folder import import_transformers
 from paceline.task import MapDataset, Task
 
+# Arguments of a Trainer that `trainer_task` refuses, and what has their effect.
+HINTS = {
+    "args": "its settings are those of paceline.Spec (docs/from-hf-trainer.md)",
+    "model_init": "pass the model that it returns",
+    "processing_class": "pass data_collator=DataCollatorWithPadding(…)",
+    "tokenizer": "pass data_collator=DataCollatorWithPadding(…)",
+    "compute_loss_func": "define loss(output, batch) of a TrainerTask",
+    "compute_metrics": "define metrics(output, batch) of a TrainerTask",
+    "preprocess_logits_for_metrics": "define metrics(output, batch) of a TrainerTask",
+    "callbacks": "read the events of paceline.train",
+    "optimizers": "set optimizer and schedule of paceline.Spec, or define optimizer of a TrainerTask",
+    "optimizer_cls_and_kwargs": "set optimizer of paceline.Spec, or define optimizer of a TrainerTask",
+}
+
 
 class TrainerTask(Task):
     """A task with a model of transformers, whose loss and batches are those of its Trainer.
 
     A subclass defines `model` and `dataset`. The samples are dicts, as for the Trainer. `collator` makes a
-    batch of them. Keys of a batch that the model does not take are left out. The loss is that of the model:
+    batch of them. Keys that the model does not take are left out of a batch, and out of the samples of a
+    collator of transformers. The loss is that of the model:
     the mean over all tokens with a label, or over the samples, of the global batch.
 
     Raises TaskError for a model whose loss is none of those; such a task defines `loss`.
@@ -43,7 +58,11 @@ class TrainerTask(Task):
     def collate(self, samples: list[Any]) -> dict[str, Any]:
         if "_collator" not in vars(self):
             object.__setattr__(self, "_collator", self.collator())  # tasks are frozen
-        return dict(vars(self)["_collator"](samples))
+        collator = vars(self)["_collator"]
+        if getattr(collator, "__module__", "").startswith("transformers."):
+            used = {*self._facts()[1], "label", "label_ids"}  # as Trainer does by default
+            samples = [{key: value for key, value in sample.items() if key in used} for sample in samples]
+        return dict(collator(samples))
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         taken = self._facts()[1]
@@ -84,6 +103,11 @@ def find_loss(model: Any) -> Loss:
         raise TaskError(
             f"{type(model).__name__} has the loss {kind or 'of its own code'}, which is not known for each "
             f"item; known are {', '.join(LOSSES)}; define loss(output, batch) in a task"
+        )
+    if getattr(model.config, "output_router_logits", False):
+        raise TaskError(
+            f"{type(model).__name__} adds a loss of its router (output_router_logits), which is not known "
+            "for each item; set it to False in the configuration, or define loss(output, batch) in a task"
         )
     if model.config.problem_type == "regression" and model.config.num_labels > 1:
         raise TaskError(
@@ -132,8 +156,7 @@ class ModelTask(TrainerTask):
     kind: type
     config: Any
     weights_file: str
-    train_dataset: Any
-    eval_dataset: Any = None
+    datasets: Any
     data_collator: Any = None
 
     def model(self) -> nn.Module:
@@ -147,8 +170,8 @@ class ModelTask(TrainerTask):
         return self.weights_file
 
     def dataset(self, split: str) -> MapDataset | None:
-        datasets: dict[str, MapDataset] = {"train": self.train_dataset, "validation": self.eval_dataset}
-        return datasets.get(split)
+        dataset: MapDataset | None = self.datasets.get(split)
+        return dataset
 
     def collator(self) -> Callable[[list[Any]], Mapping[str, Any]]:
         return self.data_collator if self.data_collator is not None else super().collator()
@@ -157,23 +180,40 @@ class ModelTask(TrainerTask):
 def trainer_task(
     model: Any,
     train_dataset: MapDataset,
-    eval_dataset: MapDataset | None = None,
+    eval_dataset: MapDataset | Mapping[str, MapDataset] | None = None,
     data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
     *,
     folder: str | Path | None = None,
+    **others: Any,
 ) -> TrainerTask:
     """Return the task of a model, its datasets and its collator, as they are given to a Trainer.
 
     model: of transformers, in float32. Its weights are those from which the training starts.
-    train_dataset, eval_dataset: with a length and samples by index.
+    train_dataset, eval_dataset: with a length and samples by index. A dict of several datasets for
+    evaluations has their splits, which `Spec.evaluate_splits` names.
     data_collator: makes a batch of samples [default: `default_data_collator`].
     folder: where the weights are written, for ranks to read their shares; on several nodes, a folder that all
     of them see [default: a folder of this user, which is deleted with this process].
 
-    Raises TaskError for other models and datasets.
+    Raises TaskError for other models and datasets, and for other arguments of a Trainer.
     """
+    for name, value in others.items():
+        if name not in HINTS:
+            raise TypeError(f"trainer_task() got an unexpected keyword argument {name!r}")
+        if value is not None and value != (None, None):
+            raise TaskError(f"{name} of a Trainer has no counterpart in trainer_task; {HINTS[name]}")
     find_loss(model)
-    for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
+    splits = dict(eval_dataset) if isinstance(eval_dataset, Mapping) else {"validation": eval_dataset}
+    if "train" in splits:
+        raise TaskError("eval_dataset has a split 'train', which is that of the training; rename it")
+    for name, dataset in {"train_dataset": train_dataset, **splits}.items():
+        name = (
+            name
+            if name == "train_dataset"
+            else "eval_dataset"
+            if name == "validation"
+            else f"eval_dataset[{name!r}]"
+        )
         if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise TaskError(
                 f"{name} has no length or no samples by index, got {type(dataset).__name__}; read a stream "
@@ -186,8 +226,7 @@ def trainer_task(
         kind=type(model),
         config=model.config,
         weights_file=str(_write_weights(model, Path(folder))),
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
+        datasets={"train": train_dataset, **splits},
         data_collator=data_collator,
     )
 
