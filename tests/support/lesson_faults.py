@@ -30,7 +30,7 @@ def expect_start_mistakes(n: int) -> dict:
         "With the prefix, and strict=False": [[r, "module.weight module.bias", False] for r in range(n)],
         "Of model.module": [[r, None, True] for r in range(n)],
         "1,000 samples, evaluated by all": [
-            [r, 1000 // n, "accuracy 0.900" if r == 0 else None] for r in range(n)
+            [r, len(range(r, 1000, n)), "accuracy 0.900" if r == 0 else None] for r in range(n)
         ],
     }
 
@@ -39,7 +39,7 @@ def train_layers(trained: int) -> list[float]:
     """Return how far each of 4 layers moves in a training of the last `trained`, by autograd."""
     draw = torch.Generator().manual_seed(0)
     weights = [torch.randn(4, 4, generator=draw, dtype=torch.float64) / 2 for _ in range(4)]
-    x, y = torch.randn(2, 8, 4, generator=draw, dtype=torch.float64)
+    x, y = torch.randn(2, 24, 4, generator=draw, dtype=torch.float64)
     model = torch.nn.ParameterList([weight.clone() for weight in weights])
     optimizer = torch.optim.SGD(list(model)[4 - trained :], lr=0.5)
     for _ in range(20):

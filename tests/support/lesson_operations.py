@@ -88,11 +88,11 @@ def expect_checkpoint(n: int) -> dict:
             if step == forgets:
                 m, v, count = np.zeros(4), np.zeros(4), 0
             draw = torch.Generator().manual_seed(step)
-            x = torch.randn(8, 3, generator=draw, dtype=torch.float64).numpy()
-            rows = np.c_[x, np.ones(8)]
+            x = torch.randn(24, 3, generator=draw, dtype=torch.float64).numpy()
+            rows = np.c_[x, np.ones(24)]
             error = rows @ w - x.sum(1)
             losses.append(float((error**2).mean()))
-            gradient, count = 2 * rows.T @ error / 8, count + 1
+            gradient, count = 2 * rows.T @ error / 24, count + 1
             m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
             w -= 0.1 * (m / (1 - 0.9**count)) / (np.sqrt(v / (1 - 0.999**count)) + 1e-8)
         return losses, float(w[0])

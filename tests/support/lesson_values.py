@@ -14,7 +14,7 @@ def _draw(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def expect_data_parallel(n: int) -> dict:
-    a, c, b, e, x = _draw(0, (4, 3), (4,), (1, 4), (1,), (8, 3))
+    a, c, b, e, x = _draw(0, (4, 3), (4,), (1, 4), (1,), (24, 3))
     weights = [value / 2 for value in (a, c, b, e)]
     y = np.sin(x.sum(1, keepdims=True))
 
@@ -50,6 +50,9 @@ def expect_mistakes(n: int) -> dict:
         sum_of_gradients += 2 * wrong
         wrong -= 0.1 * sum_of_gradients
     orders = [torch.randperm(8, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in (0, 1)]
+    dealt = [
+        order + order[: -8 % n] for order in orders
+    ]  # a sampler repeats samples until all ranks have equally many
     starts = []
     for r in range(n):
         torch.manual_seed(r)
@@ -62,8 +65,8 @@ def expect_mistakes(n: int) -> dict:
     return {
         "The weight after one step from 1": [[r, 0.8, 1 - 0.2 * n] for r in range(n)],
         "Losses of 12 steps": lines,
-        "Samples without set_epoch": [[r, orders[0][r::n], orders[0][r::n]] for r in range(n)],
-        "Samples with set_epoch": [[r, orders[0][r::n], orders[1][r::n]] for r in range(n)],
+        "Samples without set_epoch": [[r, dealt[0][r::n], dealt[0][r::n]] for r in range(n)],
+        "Samples with set_epoch": [[r, dealt[0][r::n], dealt[1][r::n]] for r in range(n)],
         "A seed for each rank": [
             [r, [start], [start + moved], max(starts) - min(starts)] for r, start in enumerate(starts)
         ],
@@ -190,7 +193,7 @@ def expect_context_parallel(n: int) -> dict:
 
 
 def expect_mesh(n: int) -> dict:
-    shape = {1: (1, 1, 1), 2: (1, 1, 2), 4: (2, 1, 2), 8: (2, 2, 2)}[n]
+    shape = {1: (1, 1, 1), 2: (1, 1, 2), 3: (3, 1, 1), 4: (2, 1, 2), 8: (2, 2, 2)}[n]
     grid = np.arange(n).reshape(shape)
     coordinates = [list(map(int, np.argwhere(grid == r)[0])) for r in range(n)]
     groups = [

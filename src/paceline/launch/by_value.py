@@ -3,7 +3,8 @@
 import io
 import types
 from collections import ChainMap
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -25,5 +26,7 @@ def _reduce_code(code: types.CodeType) -> Any:
     return (function, kept, *rest)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    dispatch_table = ChainMap({types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+class _Pickler(cloudpickle.Pickler):
+    dispatch_table: ClassVar[Mapping[type, Callable[[Any], Any]]] = ChainMap(
+        {types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
+    )

@@ -1,18 +1,19 @@
 """Exercises of lessons: write the file that a student completes, and check it."""
 
-import ast
+import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
-from paceline.errors import Error, SpecError
-from paceline.files import check_target, reason, write_whole
-from paceline.lesson.blocks import Block, LessonClaim, LessonText
+from paceline.errors import SpecError
+from paceline.files import check_target, write_whole
+from paceline.launch.launchers import check_count
+from paceline.lesson.blocks import LessonText
 from paceline.lesson.catalogue import ORDER, find_exercise
 from paceline.lesson.cells import LessonCell, LessonFile
-from paceline.lesson.outputs import shown_by
-from paceline.lesson.play import execute
-from paceline.lesson.ranks import use_ranks
-from paceline.user_code import describe_exception
+
+CHECK_S = 300.0  # longest time of a check
 
 
 def require_exercise(name: str) -> LessonFile:
@@ -59,43 +60,30 @@ def write_exercise(name: str, path: Path) -> None:
 def check_exercise(name: str, path: Path, ranks: int) -> tuple[list[str], str | None]:
     """Return the claims that are true of a student's file, and what is wrong, or None if it is right.
 
-    Raises SpecError if there is no such file, or it is not Python.
+    The file runs in a process of its own: whatever it does, this function returns.
+
+    Raises SpecError if there is no such file.
     """
-    grade = read_cell(require_exercise(name), "grade")
-    names = _run_file(path)
-    skeleton = ast.parse(read_cell(require_exercise(name), "exercise").code)
-    for node in skeleton.body:
-        if isinstance(node, ast.FunctionDef) and not callable(names.get(node.name)):
+    require_exercise(name)
+    check_count(ranks)
+    with TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        words = ("-P", "-m", "paceline.lesson.grading", name, str(path), str(ranks), str(result))
+        child = subprocess.Popen((sys.executable, *words), stdin=subprocess.DEVNULL)
+        try:
+            status = child.wait(CHECK_S)
+        except subprocess.TimeoutExpired:
+            return [], f"{path} did not end in {CHECK_S:.0f} s, and cannot be interrupted"
+        finally:
+            child.kill()
+            child.wait()
+        try:
+            claims, mistake, is_readable = json.loads(result.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
             return (
                 [],
-                f"{path} must define the function {node.name}; write the exercise again with --exercise",
+                f"{path} ended the check with exit status {status}; remove the call that ends the program",
             )
-    claims: list[str] = []
-
-    def collect(block: Block) -> None:
-        if isinstance(block, LessonClaim):
-            claims.append(block.claim)
-
-    with use_ranks(ranks), shown_by(collect, has_pictures=False):
-        try:
-            execute(grade, f"grade of {name}", names)
-        except Exception as error:  # of the student's code
-            if "NotImplementedError" in f"{type(error).__name__}: {error}":
-                return claims, "the function is not written yet"
-            is_message = isinstance(error, AssertionError | Error)
-            return claims, str(error) if is_message else describe_exception(error)
-    return claims, None
-
-
-def _run_file(path: Path) -> dict[str, Any]:
-    """Return the names that the student's file defines."""
-    try:
-        source = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise SpecError(f"cannot read {path}: {reason(error)}; write it with --exercise") from None
-    names: dict[str, Any] = {"__name__": "__exercise__", "__file__": str(path)}
-    try:
-        exec(compile(source, str(path), "exec"), names)
-    except Exception as error:  # of the student's code
-        raise SpecError(f"{path} cannot be run: {describe_exception(error)}") from error
-    return names
+    if not is_readable:
+        raise SpecError(mistake)
+    return claims, mistake

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from paceline.lesson.blocks import (
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Show = Callable[[Block], None]
+PLAIN = (bool, int, str, NoneType)  # values whose comparison no student defines
+MAX_SHOWN = 200  # characters of a value in an error
 
 
 def _show_here(block: Block) -> None:
@@ -106,10 +109,55 @@ def check(claim: str, got: Any, expected: Any = True, tolerance: float = 0.0) ->
     Raises AssertionError, with both values, if they differ.
     """
     if not _is_equal(got, expected, tolerance):
-        raise AssertionError(
-            f"{claim}: this is false; expected {format_value(expected)}, got {format_value(got)}"
-        )
+        raise AssertionError(f"{claim}: this is false; {_describe_difference(got, expected)}")
     _output.show(LessonClaim(claim))
+
+
+def _describe_difference(got: Any, expected: Any) -> str:
+    """Return both values in words, with their shapes or their ratio if that is what differs."""
+    shapes = [tuple(getattr(value, "shape", ())) for value in (got, expected)]
+    if hasattr(got, "shape") and hasattr(expected, "shape") and shapes[0] != shapes[1]:
+        return f"expected the shape {shapes[1]}, got the shape {shapes[0]}"
+    text = f"expected {describe_value(expected)}, got {describe_value(got)}"
+    ratio = _find_ratio(*(list(_flatten(value)) for value in (got, expected)))
+    return text if ratio is None else f"{text}: {ratio:.4g} times what is expected"
+
+
+def _flatten(value: Any) -> Iterator[Any]:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _flatten(item)
+    else:
+        yield value
+
+
+def _find_ratio(got: Sequence[Any], expected: Sequence[Any]) -> float | None:
+    """Return the factor between all numbers of both, or None if there is no such factor."""
+    if len(got) != len(expected) or not all(isinstance(x, float) for x in (*got, *expected)):
+        return None
+    ratios = [a / b if b else math.inf for a, b in zip(got, expected, strict=True) if a or b]
+    if len(ratios) < 2 or not all(map(math.isfinite, ratios)):
+        return None
+    first = ratios[0]
+    is_constant = max(ratios) - min(ratios) <= 1e-3 * abs(first)
+    return first if is_constant and first and abs(first - 1) > 1e-2 else None
+
+
+def describe_value(value: Any) -> str:
+    """Return a value as text for an error: texts in quotes, and at most MAX_SHOWN characters."""
+    if value is None or isinstance(value, str):
+        text = repr(value)
+    elif isinstance(value, list | tuple):
+        text = f"[{', '.join(map(describe_value, value[:MAX_SHOWN]))}]"
+    elif hasattr(value, "shape") and not math.prod(value.shape):
+        text = f"a tensor of shape {tuple(value.shape)}"
+    elif " object at 0x" in repr(value):
+        text = f"an object of {type(value).__name__}"
+    else:
+        text = format_value(value)
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 def _is_equal(got: Any, expected: Any, tolerance: float) -> bool:
@@ -130,7 +178,7 @@ def _is_equal(got: Any, expected: Any, tolerance: float) -> bool:
         if not isinstance(got, int | float) or not isinstance(expected, int | float):
             return False
         return got == expected or math.isclose(got, expected, rel_tol=0.0, abs_tol=tolerance)
-    return bool(got == expected)
+    return isinstance(got, PLAIN) and got == expected
 
 
 def picture(

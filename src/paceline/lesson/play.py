@@ -10,13 +10,13 @@ from paceline.lesson.cells import LessonCell, LessonFile
 from paceline.lesson.outputs import Show, shown_by
 from paceline.lesson.ranks import use_ranks
 
-RANKS = (1, 2, 4, 8)  # they divide the samples and tensors of every lesson
+RANKS = (1, 2, 3, 4, 8)  # they divide the samples and tensors of every lesson
 
 
 def check_ranks(ranks: int) -> None:
     """Raise SpecError for a number of ranks that lessons do not support."""
     if ranks not in RANKS:
-        raise SpecError(f"lessons run on 1, 2, 4 or 8 ranks, got {ranks}; use --ranks 4")
+        raise SpecError(f"lessons run on 1, 2, 3, 4 or 8 ranks, got {ranks}; use --ranks 4")
 
 
 def play(lesson: LessonFile, ranks: int, show: Show, has_pictures: bool = False) -> None:

@@ -10,7 +10,7 @@ def lesson(
     name: Annotated[
         str | None, typer.Argument(help="Name of a lesson [default: print the list of lessons]")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Number of processes: 1, 2, 4 or 8")] = 4,
+    ranks: Annotated[int, typer.Option(help="Number of processes: 1, 2, 3, 4 or 8")] = 4,
     html: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Run the lesson, and write it with pictures as an HTML file"),

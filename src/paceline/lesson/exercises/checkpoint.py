@@ -40,10 +40,15 @@ def load(path):
 
 # %% grade
 import contextlib
+import os
 import tempfile
 import time
 
-from paceline.lesson import check, num_ranks, run
+import torch
+import torch.distributed as dist
+
+from paceline.lesson import check, num_ranks
+from paceline.lesson.attempts import require, run_solution
 
 n = num_ranks()
 
@@ -61,6 +66,7 @@ def try_solution(path):
     dist.barrier()
     save({"step": 1, "weight": torch.ones(2)}, path)
     loaded = load(path)
+    require(loaded is None or hasattr(loaded, "get"), "load must return the saved dict, or None", loaded)
     dist.barrier()
     if rank == 0:
 
@@ -79,11 +85,11 @@ def try_solution(path):
         after = load(path)["step"]
     except Exception as error:
         after = f"{type(error).__name__}"
-    return {"empty": empty, "step": loaded and loaded["step"], "written": len(written), "after": after}
+    return {"empty": empty, "step": loaded and loaded.get("step"), "written": len(written), "after": after}
 
 
 with tempfile.TemporaryDirectory() as folder:
-    results = run(try_solution, os.path.join(folder, "last.pt"))
+    results = run_solution(try_solution, os.path.join(folder, "last.pt"))
 for rank, line in enumerate(results):
     check(f"rank {rank}: load returns None without a checkpoint", line["empty"], None)
     check(f"rank {rank} reads the checkpoint after save has returned", line["step"], 1)

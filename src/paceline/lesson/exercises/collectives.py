@@ -30,7 +30,8 @@ def mean_and_variance(x):
 import torch
 import torch.distributed as dist
 
-from paceline.lesson import check, num_ranks, run
+from paceline.lesson import check, num_ranks
+from paceline.lesson.attempts import require, run_solution
 
 n = num_ranks()
 
@@ -41,11 +42,13 @@ def part(rank, offset):
 
 
 def try_solution():
-    rank = dist.get_rank()
-    return [mean_and_variance(part(rank, offset)) for offset in (0.0, 1e6)]
+    found = [mean_and_variance(part(dist.get_rank(), offset)) for offset in (0.0, 1e6)]
+    is_pair = isinstance(found[0], tuple | list) and len(found[0]) == 2
+    require(is_pair, "mean_and_variance must return two floats, the mean and the variance", found[0])
+    return found
 
 
-results = run(try_solution)
+results = run_solution(try_solution)
 for at, offset in enumerate((0.0, 1e6)):
     whole = torch.cat([part(rank, offset) for rank in range(n)])
     mean, variance = whole.mean().item(), whole.var(correction=0).item()

@@ -30,7 +30,9 @@ def accuracy(model, x, y):
 import torch
 import torch.distributed as dist
 
-from paceline.lesson import check, num_ranks, run
+from paceline.lesson import check, num_ranks
+from paceline.lesson.attempts import require, run_solution
+from paceline.units import several
 
 n = num_ranks()
 COUNTS = (1, 7, 12)
@@ -42,7 +44,7 @@ def try_solution():
         seen = []
 
         def model(x, seen=seen):
-            assert len(x), "the model was called with an empty batch"
+            require(len(x), "the model must not be called with an empty batch", x)
             seen.extend(x[:, 2].int().tolist())
             return x[:, :2]
 
@@ -51,11 +53,16 @@ def try_solution():
     return results
 
 
-results = run(try_solution)
+results = run_solution(try_solution)
 for at, count in enumerate(COUNTS):
     expected = sum(number % 3 > 1 for number in range(count)) / count
     seen = [line[at][1] for line in results]
     evaluated = sorted(number for part in seen for number in part)
-    check(f"{count} samples: each is evaluated once", evaluated, list(range(count)))
-    check(f"{count} samples: equal work", max(map(len, seen)) - min(map(len, seen)) <= 1)
-    check(f"{count} samples: the accuracy on all ranks", [r[at][0] for r in results], [expected] * n, 1e-6)
+    check(f"{several(count, 'sample')}: each is evaluated once", evaluated, list(range(count)))
+    check(f"{several(count, 'sample')}: equal work", max(map(len, seen)) - min(map(len, seen)) <= 1)
+    check(
+        f"{several(count, 'sample')}: the accuracy on all ranks",
+        [r[at][0] for r in results],
+        [expected] * n,
+        1e-6,
+    )

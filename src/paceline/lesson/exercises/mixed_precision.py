@@ -34,7 +34,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from paceline.lesson import check, num_ranks, run
+from paceline.lesson import check, num_ranks
+from paceline.lesson.attempts import require, run_solution
 
 n = num_ranks()
 BAD = (None, math.inf, None, math.nan)  # on the last rank, by step
@@ -48,6 +49,7 @@ def try_solution():
         if bad is not None and rank == size - 1:
             gradient[0] = bad
         scale = scaled_step(weight, gradient, scale, 0.1)
+        require(isinstance(scale, int | float), "scaled_step must return the new scale, a float", scale)
         path.append((scale, weight.tolist()))
     return path
 
@@ -56,7 +58,7 @@ first = [1.0, 1.0]
 mean = (n + 1) / 2
 one, two = ([1 - k * 0.1 * mean, 1 - k * 0.2] for k in (1, 2))
 expected = [(8.0, one), (4.0, one), (4.0, two), (2.0, two)]
-for rank, path in enumerate(run(try_solution)):
+for rank, path in enumerate(run_solution(try_solution)):
     for step, bad in enumerate(BAD):
         case = "all gradients are finite" if bad is None else f"a gradient of the last rank is {bad}"
         check(f"rank {rank}, step {step}, {case}: scale", path[step][0], expected[step][0])

@@ -23,6 +23,16 @@ def order(rank, stages, microbatches):
 
 # %% grade
 from paceline.lesson import check
+from paceline.lesson.attempts import require
+
+
+def read_order(rank, stages, microbatches):
+    passes = order(rank, stages, microbatches)
+    is_list = isinstance(passes, list | tuple) and all(
+        isinstance(entry, list | tuple) and len(entry) == 2 for entry in passes
+    )
+    require(is_list, "order must return a list of pairs such as ('F', 0)", passes)
+    return [tuple(entry) for entry in passes]
 
 
 def play(orders, stages):
@@ -55,7 +65,7 @@ def most_kept(passes):
 
 
 for stages, microbatches in ((1, 3), (2, 2), (4, 8), (4, 2), (3, 5)):
-    orders = [[tuple(entry) for entry in order(rank, stages, microbatches)] for rank in range(stages)]
+    orders = [read_order(rank, stages, microbatches) for rank in range(stages)]
     name = f"{stages} stages, {microbatches} micro-batches"
     expected = sorted((kind, m) for kind in "FB" for m in range(microbatches))
     check(f"{name}: every pass once", [sorted(passes) for passes in orders], [expected] * stages)

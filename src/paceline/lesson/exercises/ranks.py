@@ -28,7 +28,8 @@ def find_rank(environment):
 
 
 # %% grade
-from paceline.lesson import check, num_ranks, run
+from paceline.lesson import check, num_ranks
+from paceline.lesson.attempts import run_solution
 
 slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
 mpi = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6"}
@@ -48,4 +49,4 @@ def read_own():
 
 
 n = num_ranks()
-check("the ranks of this machine find themselves", run(read_own), [(rank, n) for rank in range(n)])
+check("the ranks of this machine find themselves", run_solution(read_own), [(rank, n) for rank in range(n)])

@@ -53,7 +53,8 @@ def row_parallel(x, weight):
 import torch
 import torch.distributed as dist
 
-from paceline.lesson import check, num_ranks, run
+from paceline.lesson import check, num_ranks
+from paceline.lesson.attempts import require_tensor, run_solution
 
 n = num_ranks()
 
@@ -67,6 +68,7 @@ def try_solution():
     x, whole = build()
     weight = whole.tensor_split(dist.get_world_size(), dim=0)[dist.get_rank()].clone().requires_grad_()
     z = row_parallel(x, weight)
+    require_tensor("row_parallel", z, (3, 2))
     z.square().sum().backward()
     return z.detach(), weight.grad
 
@@ -75,7 +77,7 @@ x, whole = build()
 whole.requires_grad_()
 expected = x @ whole
 expected.square().sum().backward()
-for rank, (z, gradient) in enumerate(run(try_solution)):
+for rank, (z, gradient) in enumerate(run_solution(try_solution)):
     check(f"rank {rank} has X @ W", z, expected.detach(), 1e-4)
     check(
         f"rank {rank} has the gradient of its rows of W",

@@ -8,7 +8,7 @@ step.
 # %%
 # ## The model and the batch
 #
-# A regression with 8 samples. Every rank builds the same model from the same seed, and takes every n-th
+# A regression with 24 samples. Every rank builds the same model from the same seed, and takes every n-th
 # sample. Float64 makes rounding so small that equal results look equal.
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 
 from paceline.lesson import ask, check, column, num_ranks, picture, run, table
 
-SAMPLES, STEPS, LR = 8, 5, 0.1
+SAMPLES, STEPS, LR = 24, 5, 0.1
 n = num_ranks()
 
 

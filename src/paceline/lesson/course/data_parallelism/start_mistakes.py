@@ -25,7 +25,7 @@ ORDER = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def read_rank(names):
-    workers = max(dist.get_world_size() // 2, 1)
+    workers = -(-dist.get_world_size() // 2)
     environment = dict(os.environ) | {"SLURM_PROCID": str(dist.get_rank() // workers)}
     return next(int(environment[name]) for name in names if name in environment)
 

@@ -63,7 +63,7 @@ def train(end):
     rank, size = dist.get_rank(), dist.get_world_size()
     draw = torch.Generator().manual_seed(0)
     weights = [torch.randn(4, 4, generator=draw, dtype=torch.float64) / 2 for _ in range(LAYERS)]
-    x, y = torch.randn(2, 8, 4, generator=draw, dtype=torch.float64)[:, rank::size]
+    x, y = torch.randn(2, 24, 4, generator=draw, dtype=torch.float64)[:, rank::size]
     first, losses = [weight.clone() for weight in weights], []
     for _ in range(STEPS):
         inputs = [x]

@@ -38,7 +38,7 @@ def save(step, model, optimizer):
 def batch_of(step, rank, size):
     """Depends on the step only, so that no sampler has to be stored."""
     draw = torch.Generator().manual_seed(step)
-    return torch.randn(8, 3, generator=draw, dtype=torch.float64)[rank::size]
+    return torch.randn(24, 3, generator=draw, dtype=torch.float64)[rank::size]
 
 
 def train(resumes=False, dies_at=None, keeps_optimizer=True, saves=True):

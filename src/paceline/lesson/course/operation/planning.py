@@ -30,9 +30,9 @@ PLANS = ("ddp", "zero1", "zero2", "zero3") if n > 1 else ("single",)
 def predict_bytes(plan, ranks):
     """Return the bytes of weights, gradients and moments on a rank."""
     stage = int(plan[-1]) if plan.startswith("zero") else 0
-    weights = 4 * P // (ranks if stage == 3 else 1)
-    gradients = 4 * P // (ranks if stage >= 2 else 1)
-    moments = 8 * P // (ranks if stage >= 1 else 1)
+    weights = 4 * P / (ranks if stage == 3 else 1)
+    gradients = 4 * P / (ranks if stage >= 2 else 1)
+    moments = 8 * P / (ranks if stage >= 1 else 1)
     return weights, gradients, moments
 
 
@@ -70,7 +70,7 @@ lines = []
 for plan, results in counted.items():
     mean = [sum(column(results, key)) / n for key in ("gradients", "moments")]
     lines.append((plan, *predicted[plan][1:], *mean))
-    check(f"{plan}: the prediction is right", mean, [float(value) for value in predicted[plan][1:]])
+    check(f"{plan}: the prediction is right", mean, predicted[plan][1:], 0.01)
 title = "Bytes on a rank (mean): predicted and counted"
 rows(title, ("plan", "gradients", "moments", "gradients, counted", "moments, counted"), lines)
 
