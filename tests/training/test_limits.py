@@ -239,6 +239,38 @@ def test_a_gradient_that_stays_infinite_stops_the_training(
         list(train(spec, task=Infinite()))
 
 
+class Gain(nn.Module):
+    def __init__(self, gain: float):
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * x
+
+
+class Loud(models.Points):
+    """With gradients of activations that overflow in fp16, until the loss scale is small."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(super().model(), Gain(1 / 300), Gain(300.0))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_plans_skip_the_same_updates_in_fp16(plan: str) -> None:
+    """The loss scale does not depend on the ranks, so gradients of activations overflow in the same steps."""
+    spec = Spec(steps=14, batch=BATCH, precision="fp16", optimizer=Optimizer(name="sgd", lr=LR))
+    norms = [
+        np.array(train_on_ranks(size, Loud(), spec, name).grad_norms, dtype=float)
+        for size, name in ((1, "single"), (2, plan))
+    ]
+    skipped = [(~np.isfinite(found)).tolist() for found in norms]
+    assert skipped[0] == skipped[1]
+    assert 0 < sum(skipped[0]) < 14
+    finite = ~np.array(skipped[0])
+    assert norms[1][finite] == pytest.approx(norms[0][finite], rel=0.02)
+
+
 def test_the_mean_of_weights_from_a_step_on() -> None:
     """Compare with the mean of the weights that the steps left."""
     weights: list[dict[str, Tensor]] = []

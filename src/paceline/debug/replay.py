@@ -292,8 +292,7 @@ class _Replay:
     def _observe(self, gradients: list[ModuleGradient]) -> Callable[[str, int], None]:
         def observe(what: str, step: int) -> None:
             if what == "gradients":
-                scale = self.prepared.step.loss_scale
-                gradients.extend(measure_gradients(self.prepared.model, scale.scale if scale else 1.0))
+                gradients.extend(measure_gradients(self.prepared.model, self.prepared.step.gradient_scale))
 
         return observe
 

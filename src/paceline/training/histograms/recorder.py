@@ -171,8 +171,7 @@ class HistogramRecorder:
             before(what, step)
         if self.counts is None or what not in (GRADIENTS, WEIGHTS):
             return
-        scale = self.prepared.step.loss_scale
-        divisor = scale.scale if scale is not None and what == GRADIENTS else 1.0
+        divisor = self.prepared.step.gradient_scale if what == GRADIENTS else 1.0
         found = ((name, own if what == WEIGHTS else own.grad) for own, name in self._find_counted())
         self.counts.add_all(
             ((f"{what}/{name}", local_tensor(tensor)) for name, tensor in found if tensor is not None),

@@ -87,9 +87,7 @@ class NoiseMeter:
                 update.compute_gradients(batches, step)
         finally:
             update.signs, update.on_loss = None, on_loss
-        norm = update.norm.global_norm()
-        if update.loss_scale is not None:
-            norm = norm / update.loss_scale.scale
+        norm = update.norm.global_norm() / update.gradient_scale
         for parameter in update.params:
             parameter.grad = None
         self._variances[step + 1] = norm.square() * (

@@ -146,6 +146,15 @@ class TrainingStep:
         self._is_of_user_code = is_of_user_code(local_optimizer(self.optimizer))
 
     @property
+    def gradient_scale(self) -> float:
+        """The factor of reduced gradients.
+
+        The engines divide by the data ranks, so each rank multiplies by them. With fp16, the scale is divided
+        instead, so that gradients of activations, which may overflow, are the same under every plan.
+        """
+        return self.loss_scale.scale / self.data_ranks if self.loss_scale is not None else 1.0
+
+    @property
     def data_ranks(self) -> int:
         """Number of ranks that the batch is divided over."""
         return self.plan.dp
@@ -292,8 +301,8 @@ class TrainingStep:
 
         Its sums over all micro-batches must be known before the first backward pass.
         """
-        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        auxiliary.begin(len(batches), self.data_ranks * scale, checks=self.on_first_loss is not None)
+        factor = self.data_ranks * self.gradient_scale
+        auxiliary.begin(len(batches), factor, checks=self.on_first_loss is not None)
         if len(batches) == 1 or self.pipeline is not None:
             return
         with torch.no_grad(), preserved_buffers(self.model), self._sync_if(False):
@@ -390,9 +399,7 @@ class TrainingStep:
             raise TaskError(
                 "loss() returned no items, which have no mean; return one or more for each sample"
             )
-        start = self.data_ranks / whole  # torch's engines average over the data ranks
-        if self.loss_scale is not None:
-            start = start * self.loss_scale.scale
+        start = self.data_ranks * self.gradient_scale / whole  # torch's engines average over the data ranks
         if self.signs is not None:
             start = start * self.signs[microbatch]
         return start.to(loss.dtype) if isinstance(start, Tensor) else torch.full_like(loss, start)
@@ -412,9 +419,7 @@ class TrainingStep:
             self._step(step)
         else:
             whole = self.norm.global_norm()
-            by = torch.ones_like(whole)
-            if self.loss_scale is not None:
-                by = by / self.loss_scale.scale
+            by = torch.ones_like(whole) / self.gradient_scale
             if self.clip is not None:
                 by = by * (self.clip / (whole * by + 1e-6)).clamp(max=1.0)
             finite = True
@@ -428,7 +433,7 @@ class TrainingStep:
                 self._step(step)
             norm = []
             if self.is_local or self.place == MeshCoordinate(0, 0, 0, 0):
-                norm = whole / self.loss_scale.scale if self.loss_scale is not None else whole
+                norm = whole / self.gradient_scale
             if self.loss_scale is not None:
                 self.loss_scale.update(finite)
         for parameter in self.params:
