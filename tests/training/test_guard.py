@@ -32,6 +32,7 @@ from paceline.training.guard.verdict import Corruption, RankRecord, find_common_
 from paceline.training.loop import TrainingLoop
 from paceline.training.step.step import TrainingStep
 from pages import read_blocks
+from run_lines import folder, started, step
 
 STEPS = 12
 
@@ -221,6 +222,19 @@ def test_suspects_are_kept_in_the_run(tmp_path: Path) -> None:
         file.write('damaged\n{"rank": "x"}\n')
     record_suspects(run, [suspect])
     assert read_suspects(run) == [suspect, suspect]
+
+
+def test_show_and_doctor_name_ranks_and_nodes(tmp_path: Path) -> None:
+    """Also of a training that continued after a restart."""
+    run = folder(tmp_path / "r", [started(0, 1.7e9), step(1, 1.7e9, random.Random(0))])
+    pair = "ranks 0, 3 hold different weights, and none is in the majority"
+    record_suspects(run, [Suspect(rank=1, host="n2", step=7, certain=True, what="rank 1 changed")])
+    for rank, host in ((0, "n1"), (3, "n4")):
+        record_suspects(run, [Suspect(rank=rank, host=host, step=9, certain=False, what=pair)])
+    for command in ("show", "doctor"):
+        printed = succeed(command, "r", at=tmp_path).out
+        assert "silent corruption on n2, rank 1, found after step 7: rank 1 changed\n" in printed
+        assert f"silent corruption on n1 or n4, ranks 0, 3, found after step 9: {pair}\n" in printed
 
 
 # Trainings on ranks
