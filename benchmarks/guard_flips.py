@@ -92,7 +92,8 @@ def flip_weight(model: nn.Module, flip: Flip) -> str:
     }
     rng = random.Random(flip.seed)
     name = rng.choice([name for name, part in parts.items() if part.numel()])
-    words = parts[name].detach().view(torch.int32).view(-1)
+    # Through .data: torch counts no change, as of broken memory.
+    words = parts[name].data.view(torch.int32).view(-1)
     mask = torch.tensor(1 << flip.bit, dtype=torch.int64).to(torch.int32)  # bit 31 wraps around
     words[rng.randrange(words.numel())] ^= mask
     return name

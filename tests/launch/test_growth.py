@@ -207,7 +207,7 @@ def flip(module, inputs):
     if os.environ.get("RANK") == "1" and Flips.calls == 5 and module.training and not marker.exists():
         marker.touch()
         with torch.no_grad():
-            module.weight.view(torch.int64)[0, 0] ^= 1 << 40
+            module.weight.data.view(torch.int64)[0, 0] ^= 1 << 40
 
 
 build = Regression.model
