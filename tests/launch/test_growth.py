@@ -110,6 +110,29 @@ def test_node_joins_after_the_next_checkpoint_and_leaves_on_request(tmp_path: Pa
     check_growth(run, tmp_path, (2, 1, 2, 1, 2))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("when", ["waiting", "training"])
+def test_node_that_joins_and_dies_loses_no_step(when: str, tmp_path: Path) -> None:
+    with start_agents(tmp_path, request={"restarts": 3}, least_nodes=1) as group:
+        run = group.run
+        set_sample_delay(tmp_path / "slow", 0.1)
+        group.wait_until(lambda: last_step(run) >= 6, "at step 6")
+        kill_node(group, 1)
+        group.wait_until(lambda: count_starts(run) == 2, "restarted")
+        joined = group.start_joining(job=8)
+        if when == "waiting":
+            group.wait_until(lambda: psutil.Process(joined.pid).net_connections("tcp"), "connected")
+        else:
+            group.wait_until(lambda: count_starts(run) == 3, "joined")
+        kill_node(group, 2)
+        (tmp_path / "slow").unlink(missing_ok=True)
+        (first, _, err), *_ = group.wait()
+    assert (first, err) == (0, "")
+    assert events_of_kind(run, Ended)[-1].reason == "done"
+    assert sorted({event.step for event in events_of_kind(run, Step)}) == [*range(1, 61)]
+
+
 def test_node_finds_no_training(tmp_path: Path) -> None:
     """A job whose turn comes after the end of the training ends without an error, and trains nothing."""
     write_task(tmp_path)
@@ -270,11 +293,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.mark.slow
 @pytest.mark.slurm
-def test_job_of_slurm_grows_when_a_lost_node_returns(cluster: Slurm, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_job_of_slurm_grows_each_time_a_lost_node_returns(cluster: Slurm, tmp_path: Path) -> None:
     """The job queues one for the missing node. It waits for the node, and ends with the training."""
     write_task(tmp_path)
     env = clean_environment(
-        OMP_NUM_THREADS="1", SLOW=str(set_sample_delay(tmp_path / "slow", 0.02)), **cluster.env
+        OMP_NUM_THREADS="1", SLOW=str(set_sample_delay(tmp_path / "slow", 0.1)), **cluster.env
     )
     run = tmp_path / "r"
     words = (
@@ -295,16 +319,19 @@ def test_job_of_slurm_grows_when_a_lost_node_returns(cluster: Slurm, tmp_path: P
     )
     job = done.stdout.split()[-1]
     wait_until(lambda: last_step(run) >= 6, "at step 6", run)
-    cluster.power_off("n2")
-    try:
-        wait_until(lambda: len(events_of_kind(run, Started)) == 2, "restarted", run)
-        wait_until(lambda: find_queued(run) != [], "queued a job", run)
-        [joining] = find_queued(run)
-        # Slurm may start it on the lost node at first, and queues it again once it gives the node up
-        wait_until(lambda: cluster.state(joining) == "PENDING", "waiting for a node", run)
-    finally:
-        cluster.restore("n2")
-    wait_until(lambda: len(events_of_kind(run, Started)) == 3, "grown", run)
+    for starts in (2, 4):
+        cluster.power_off("n2")
+        try:
+            wait_until(lambda starts=starts: count_starts(run) == starts, "restarted", run)
+            wait_until(lambda: find_queued(run) != [], "queued a job", run)
+            [joining] = find_queued(run)  # Slurm itself queues the job again when its node is lost, too
+            # Slurm may start it on the lost node at first, and queues it again once it gives the node up
+            wait_until(lambda job=joining: cluster.state(job) == "PENDING", "waiting for a node", run)
+        finally:
+            cluster.restore("n2")
+        wait_until(lambda starts=starts: count_starts(run) == starts + 1, "grown", run)
+        first = events_of_kind(run, Started)[-1].step
+        wait_until(lambda first=first: last_step(run) > first, "further", run)
     assert client_nodes(cluster, joining) == "n2"
     (tmp_path / "slow").unlink()
     for waited in (job, joining):
@@ -315,7 +342,11 @@ def test_job_of_slurm_grows_when_a_lost_node_returns(cluster: Slurm, tmp_path: P
     ), log
     assert "Traceback" not in log + (run / f"slurm-{joining}.out").read_text()
     assert (run / "job").read_text().strip() == job
-    check_growth(run, tmp_path)
+    check_growth(run, tmp_path, (2, 1, 2, 1, 2))
+
+
+def count_starts(run: Path) -> int:
+    return len(events_of_kind(run, Started))
 
 
 def find_queued(run: Path) -> list[str]:
