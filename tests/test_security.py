@@ -757,7 +757,7 @@ def test_job_script_does_not_run_commands_in_names(name, tmp_path):
     job = Job(tmp_path / name, tmp_path, nodes=1, ranks_per_node=1, time="10", python=f"/none/{name}")
     site = Site(
         modules=(name,),
-        container=name,
+        container=f"./{name}",  # must begin as a path
         environment={"A": name},
         account=name,
         log=f"{name}.log",

@@ -178,7 +178,7 @@ def test_wrong_writes_are_found(source, tmp_path, monkeypatch):
 KILLED = """
 import sys, time
 from pathlib import Path
-from paceline.data import pack as packing
+from paceline.data.shards import pack as packing
 write = packing.write_shard
 def slow(shard, out):
     write(shard, out)

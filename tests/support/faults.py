@@ -99,9 +99,9 @@ def gradient_times_data_ranks_before_update() -> Any:
     """Scale the gradient after the backward pass, so that only its norm and the optimizer are affected."""
 
     def patch(original: Any) -> Any:
-        def update(self: TrainingStep, lr_factor: float) -> Any:
+        def update(self: TrainingStep, *args: Any) -> Any:
             scale_(self.params, self.data_ranks)
-            return original(self, lr_factor)
+            return original(self, *args)
 
         return update
 
@@ -208,10 +208,10 @@ def zeros_for_missing_gradients() -> Any:
 
 def _before_update_of_rank_1(action: Callable[[], None]) -> Any:
     def patch(original: Any) -> Any:
-        def update(self: TrainingStep, lr_factor: float) -> Any:
+        def update(self: TrainingStep, *args: Any) -> Any:
             if dist.get_rank() == 1:
                 action()
-            return original(self, lr_factor)
+            return original(self, *args)
 
         return update
 

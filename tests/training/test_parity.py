@@ -319,9 +319,9 @@ def gradient_summed_over_ranks() -> Any:
     """Sum the gradient over the ranks instead of averaging it."""
 
     def patch(original: Any) -> Any:
-        def update(self: step.TrainingStep, lr_factor: float) -> Any:
+        def update(self: step.TrainingStep, *args: Any) -> Any:
             scale_(self.params, self.data_ranks)
-            return original(self, lr_factor)
+            return original(self, *args)
 
         return update
 
@@ -363,11 +363,11 @@ def zeros_for_missing_gradients() -> Any:
     """Give parameters without a gradient a gradient of zeros."""
 
     def patch(original: Any) -> Any:
-        def update(self: step.TrainingStep, lr_factor: float) -> Any:
+        def update(self: step.TrainingStep, *args: Any) -> Any:
             for parameter in self.params:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            return original(self, lr_factor)
+            return original(self, *args)
 
         return update
 
