@@ -8,8 +8,9 @@ models grew.
 # %%
 # ## The longest chain
 #
-# Let every rank have a part of the sequence. In the recurrent network, rank r cannot begin before rank r
-# - 1 has finished its part. A logical clock counts the steps: a message carries the time of its sender.
+# Let every rank have a part of the sequence. In the recurrent network, a rank cannot begin before the
+# previous rank has finished its part. A logical clock counts the steps: a message carries the time of its
+# sender.
 import torch
 import torch.distributed as dist
 
