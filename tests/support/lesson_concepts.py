@@ -93,10 +93,13 @@ def expect_products(n: int) -> dict:
         [r, 2 * (r == 0) + (r == helper), 64 * (r == 0 and n > 1), g[0, 0] if r == 0 else None]
         for r in range(n)
     ]
-    parts = [(b[0] @ c[:, mine]) @ (e[mine] @ f[:, 0]) for mine in np.array_split(np.arange(8), n)]
+    owned = [[row for row in range(8) if r * 8 // n <= row < (r + 1) * 8 // n] for r in range(n)]
+    parts = [(b[0] @ c[:, mine]) @ (e[mine] @ f[:, 0]) for mine in owned]
     return {
         "A task for each rank": tasks,
-        "Rows for each rank": [[r, 8 // n, 3 / n, 64 - 64 // n] for r in range(n)],
+        "Rows for each rank": [
+            [r, len(mine), 3 * len(mine) / 8, 64 - 8 * len(mine)] for r, mine in enumerate(owned)
+        ],
         "A part of each sum for each rank": [[r, float(parts[r]), float(g[0, 0])] for r in range(n)],
         "Products in the longest chain, and N² elements received": [
             [p, 2, 3 / p, 1 - 1 / p, 2 - 2 / p] for p in (2, 4, 8)

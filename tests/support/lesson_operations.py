@@ -43,8 +43,9 @@ def expect_growth(n: int) -> dict:
 
 def expect_scaling(n: int) -> dict:
     shares = (0.0, 0.01, 0.1, 0.2)
+    size = max(power for power in (1, 2, 4, 8) if power <= n)  # the most ranks that the lesson measures
     return {
-        "Units of work on the ranks": [[r, 10 * (r == 0) + len(range(r, 40, n))] for r in range(n)],
+        "Units of work on the ranks": [[r, 10 * (r == 0) + len(range(r, 40, size))] for r in range(size)],
         "Amdahl's law: the speedup for serial shares": [
             [p, *(p / (p * s + 1 - s) for s in shares)] for p in (1, 2, 4, 8, 64, 1024)
         ],
