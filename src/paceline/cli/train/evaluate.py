@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.options.checkpoint_options import Device, Plan, Ranks
 from paceline.cli.options.request_options import Json
 
 
@@ -17,17 +18,12 @@ def evaluate(
     checkpoint: Annotated[
         str, typer.Option(help="Checkpoint to evaluate: last (the last complete one), best or a step")
     ] = "last",
-    ranks: Annotated[int | None, typer.Option(help="Number of processes [default: as the run]")] = None,
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan, as for train [default: as the run; with another number of ranks, the most similar]"
-        ),
-    ] = None,
+    ranks: Ranks = None,
+    plan: Plan = None,
     batch: Annotated[
         int | None, typer.Option(help="Samples that all ranks evaluate at a time [default: as the run]")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Device: cpu or cuda [default: as the run]")] = None,
+    device: Device = None,
     json: Json = None,
 ) -> None:
     """Compute loss and metrics of a checkpoint on a split, as the training does.

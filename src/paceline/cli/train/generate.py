@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.options.checkpoint_options import Checkpoint, Device, Ranks
+
 
 def generate(
     run: Annotated[Path, typer.Argument(help="Folder of a run of hf:FOLDER")],
@@ -21,9 +23,7 @@ def generate(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write JSON lines to this file")
     ] = None,
-    checkpoint: Annotated[
-        str, typer.Option(help="Checkpoint to load: last (the last complete one), best or a step")
-    ] = "last",
+    checkpoint: Checkpoint = "last",
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -44,7 +44,7 @@ def generate(
     ] = None,
     beams: Annotated[int | None, typer.Option(help="Number of beams of beam search")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draws")] = 0,
-    ranks: Annotated[int | None, typer.Option(help="Number of processes [default: as the run]")] = None,
+    ranks: Ranks = None,
     plan: Annotated[
         str | None,
         typer.Option(
@@ -53,7 +53,7 @@ def generate(
         ),
     ] = None,
     batch: Annotated[int, typer.Option(help="Prompts that a rank completes at a time")] = 1,
-    device: Annotated[str | None, typer.Option(help="Device: cpu or cuda [default: as the run]")] = None,
+    device: Device = None,
 ) -> None:
     """Write texts with the language model of a run of hf:FOLDER.
 

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.options.checkpoint_options import Checkpoint, Device, Plan, Ranks
+
 
 def predict(
     run: Annotated[Path, typer.Argument(help="Folder of the run")],
@@ -19,20 +21,13 @@ def predict(
         str | None,
         typer.Option(help="Split of the task's data, in place of files [default: validation]"),
     ] = None,
-    checkpoint: Annotated[
-        str, typer.Option(help="Checkpoint to load: last (the last complete one), best or a step")
-    ] = "last",
-    ranks: Annotated[int | None, typer.Option(help="Number of processes [default: as the run]")] = None,
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan, as for train [default: as the run; with another number of ranks, the most similar]"
-        ),
-    ] = None,
+    checkpoint: Checkpoint = "last",
+    ranks: Ranks = None,
+    plan: Plan = None,
     batch: Annotated[
         int | None, typer.Option(help="Samples that all ranks predict at a time [default: as the run]")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Device: cpu or cuda [default: as the run]")] = None,
+    device: Device = None,
 ) -> None:
     """Write what a checkpoint predicts for each sample, a line of JSON for each.
 
