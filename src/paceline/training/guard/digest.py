@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 from paceline.distributed.dtensor import local_tensor
 
@@ -28,12 +29,12 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
     small: dict[torch.dtype, list[Tensor]] = {}
     sums: list[Tensor] = []
     for tensor in (part for whole in tensors for part in find_plain_parts(whole)):
-        bits = view_bits(tensor, in_memory_order=True)
-        if bits.numel() <= SMALL:
-            small.setdefault(bits.dtype, []).append(bits)
+        if tensor.numel() <= SMALL:
+            small.setdefault(tensor.dtype, []).append(tensor)
         else:
-            sums.append(_sum_words(bits))
-    sums += [_sum_words(torch.cat(parts)) for parts in small.values()]
+            sums.append(_sum_words(view_bits(tensor, in_memory_order=True)))
+    # One call joins many small tensors, since a view of each as integers would take longer than its digest.
+    sums += [_sum_words(view_bits(_flatten_dense_tensors(parts))) for parts in small.values()]
     if not sums:
         return torch.zeros((), dtype=torch.int64)
     return (torch.stack(sums) * _odd_numbers(len(sums), sums[0].device)).sum()

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Container, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,20 @@ from paceline.training.step.step import TrainingStep
 from paceline.training.training_data import TrainingData
 
 
+@dataclass
+class _Gathering:
+    """Digests on their way from all ranks. `step`: steps done when they were computed."""
+
+    step: int
+    rows: list[Tensor]  # by rank
+    work: dist.Work | None
+
+
 class ReplicaGuard:
     """Follows the weights of this rank. All ranks call the methods in the same order.
 
-    Digests stay on the device until a comparison, so that a step waits for nothing.
+    Digests stay on the device until a comparison, and travel while the next step runs, so that a step waits
+    for nothing.
 
     first: steps done before this start.
     """
@@ -35,11 +46,13 @@ class ReplicaGuard:
         self.context, self.prepared, self.every = context, prepared, guard.every
         self.locates = guard.locate and isinstance(prepared.update, TrainingStep)
         self.has_replicas = has_replicas(context.plan)
-        self.compared = first  # steps done at the last comparison
+        self.compared = first  # steps done at the last comparison without a fault
+        self.found_at = first  # steps done when the digests of the last comparison were computed
         self.step = first
         self._gradients: list[Tensor] = []
         self._updated: list[Tensor] = []
         self._changed = torch.zeros((), dtype=torch.int64, device=context.device)
+        self._gathering: _Gathering | None = None
         self._last: Tensor | None = None  # digest after the last update, of the weights that are followed
         self._marks: dict[str, tuple[int, int]] = {}  # of the weights before the step
         self._moving: set[str] = set()  # names of weights that the task itself changes between updates
@@ -129,31 +142,26 @@ class ReplicaGuard:
             yield from self.prepared.operations.averages.values()
 
     def compare(self, at_once: bool = False) -> list[Corruption]:
-        """Return the faults of weights, gradients and losses since the last comparison. A collective.
+        """Return the faults of weights, gradients and losses that a comparison found. A collective.
 
-        Compares only if it is time, or at once: before a save, and if the loss is not finite. The result is
-        the same on all ranks. Raises TaskError if the task itself changes weights between updates.
+        A comparison begins if it is time, and ends after the next step. It ends at once before a save, if the
+        loss is not finite, and if the guard follows each step or recomputes losses. The result is the same on
+        all ranks. Raises TaskError if the task itself changes weights between updates.
         """
-        if self.every is None or not (at_once or self._is_compared(self.step)) or self.step == self.compared:
+        if self.every is None:
             return []
-        records = self._gather_records()
-        if (changed_in := find_common_change(records)) is not None:
-            raise TaskError(
-                "the weights of all ranks changed outside of an update, before the update of step "
-                f"{changed_in}: forward() or loss() changes them through .data; leave guard.locate out"
-            )
-        found = find_corruption(records, self.compared + 1)
-        if self.recomputation is not None and self._is_compared(self.step):
-            found += self.recomputation.compare()
-        if not found:
-            self.compared = self.step
-            self._gradients, self._updated = [], []
-            self._changed = torch.zeros_like(self._changed)
+        found: list[Corruption] = []
+        if self._gathering is not None and (at_once or self._gathering.step < self.step):
+            found = self._finish(self._gathering)
+        if found or self.step == self.compared or not (at_once or self._is_compared(self.step)):
+            return found
+        self._gathering = self._begin()
+        if at_once or self.locates or self.recomputation is not None:
+            found = self._finish(self._gathering)
         return found
 
-    def _gather_records(self) -> list[RankRecord]:
-        """Return the records of all ranks, in one small all-gather."""
-        ranks = self.context.world.size
+    def _begin(self) -> _Gathering:
+        """Begin one small all-gather of the digests of this rank."""
         none = torch.zeros_like(self._changed)
         # Again, since an evaluation may lie between the update and a save. It may leave parameters of
         # `fully_shard` whole, on all ranks alike.
@@ -162,26 +170,47 @@ class ReplicaGuard:
         buffers = digest(self._find_buffers()) if self.has_replicas else none
         present = [part.to(none.device) for part in (weights, self._changed, optimizer, buffers)]
         own = torch.stack([*present, *self._gradients, *self._updated])
-        rows = [own]
-        if ranks > 1:
-            rows = [torch.empty_like(own) for _ in range(ranks)]
-            dist.all_gather(rows, own)
-        records = []
-        for rank, row in enumerate(torch.stack(rows).tolist()):
-            steps = row[len(present) :]
-            gradients, updated = steps[: len(self._gradients)], steps[len(self._gradients) :]
-            records.append(
-                RankRecord(
-                    copy=find_copy(self.context.plan, rank) if self.has_replicas else rank,
-                    weights=row[0],
-                    changed_in=row[1],
-                    optimizer=row[2],
-                    buffers=row[3],
-                    gradients=tuple(gradients),
-                    updated=tuple(updated),
-                )
+        if self.context.world.size == 1:
+            return _Gathering(self.step, [own], None)
+        rows = [torch.empty_like(own) for _ in range(self.context.world.size)]
+        return _Gathering(self.step, rows, dist.all_gather(rows, own, async_op=True))
+
+    def _finish(self, gathering: _Gathering) -> list[Corruption]:
+        """Wait for the digests of all ranks, and return the faults that they show."""
+        if gathering.work is not None:
+            gathering.work.wait()
+        self._gathering = None
+        records = [
+            self._read_record(rank, row) for rank, row in enumerate(torch.stack(gathering.rows).tolist())
+        ]
+        if (changed_in := find_common_change(records)) is not None:
+            raise TaskError(
+                "the weights of all ranks changed outside of an update, before the update of step "
+                f"{changed_in}: forward() or loss() changes them through .data; leave guard.locate out"
             )
-        return records
+        found = find_corruption(records, self.compared + 1)
+        if self.recomputation is not None and self._is_compared(gathering.step):
+            found += self.recomputation.compare()
+        self.found_at = gathering.step
+        if not found:
+            self.compared = gathering.step
+            self._gradients, self._updated = [], []
+            self._changed = torch.zeros_like(self._changed)
+        return found
+
+    def _read_record(self, rank: int, row: list[int]) -> RankRecord:
+        """Return what a rank recorded. row: its digests, in the order of `_begin`."""
+        weights, changed_in, optimizer, buffers, *steps = row
+        num_gradients = len(self._gradients)
+        return RankRecord(
+            copy=find_copy(self.context.plan, rank) if self.has_replicas else rank,
+            weights=weights,
+            changed_in=changed_in,
+            optimizer=optimizer,
+            buffers=buffers,
+            gradients=tuple(steps[:num_gradients]),
+            updated=tuple(steps[num_gradients:]),
+        )
 
     def fail(self, found: list[Corruption]) -> None:
         """Record the faults in the run, and raise CorruptionError. A collective."""
@@ -194,7 +223,7 @@ class ReplicaGuard:
                 Suspect(
                     rank=rank,
                     host=hosts[rank] or "",
-                    step=self.step,
+                    step=self.found_at,
                     certain=fault.is_certain,
                     what=fault.what,
                 )
@@ -206,7 +235,7 @@ class ReplicaGuard:
         before = f"at step {self.compared} nothing was wrong; " if self.compared else ""
         hint = run.hint() if run is not None else "nothing was saved"
         raise CorruptionError(
-            f"silent corruption, found after step {self.step}: {found[0].what}; {before}"
+            f"silent corruption, found after step {self.found_at}: {found[0].what}; {before}"
             f"test the memory and the processors of {on_hosts}; {hint}"
         )
 
