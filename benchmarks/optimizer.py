@@ -19,7 +19,7 @@ from paceline import Task
 from paceline.optimizer_options import OPTIMIZERS
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer
-from paceline.training.optimization.optimizer import make_optimizer
+from paceline.training.optimization.optimizer import compile_updates, make_optimizer
 from paceline.training.optimization.optimizer_step import OptimizerStep
 from paceline.training.optimizers.lamb import Lamb
 from paceline.training.optimizers.lars import Lars
@@ -28,6 +28,7 @@ BATCH = 256
 TORCH = "torch AdamW, fused"
 # Optimizers whose update of an element needs no other element
 ELEMENTWISE = ("adamw", "adam", "sgd", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta")
+COMPILED = ("lion", "nadam", "adamax", "adadelta")
 WITH_NORMS = {"lamb": Lamb, "lars": Lars}
 
 
@@ -37,7 +38,7 @@ def build_model() -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(sizes[-1], 10))
 
 
-def build_update(name: str) -> Callable[[], None]:
+def build_update(name: str, is_compiled: bool = False) -> Callable[[], None]:
     """Return the update of an optimizer on a model of its own, with gradients."""
     torch.manual_seed(0)
     model = build_model()
@@ -45,7 +46,10 @@ def build_update(name: str) -> Callable[[], None]:
         parameter.grad = torch.randn_like(parameter)
     if name == TORCH:
         return torch.optim.AdamW(model.parameters(), fused=True).step  # type: ignore[return-value]
-    step = OptimizerStep(make_optimizer(Task(), Optimizer(name=name), ResolvedPlan(), model))
+    optimizer = make_optimizer(Task(), Optimizer(name=name), ResolvedPlan(), model)
+    if is_compiled:
+        compile_updates(optimizer)
+    step = OptimizerStep(optimizer)
 
     def update() -> None:
         with torch.no_grad():
@@ -80,15 +84,17 @@ def describe(ratios: list[float]) -> str:
     return f"{median} ({low:.3f}–{high:.3f})"
 
 
-def print_updates(names: list[str], rounds: int) -> None:
-    times = time_alternately(
-        {TORCH: build_update(TORCH)} | {name: build_update(name) for name in names}, rounds
-    )
+def print_updates(names: list[str], rounds: int, with_compiled: bool) -> None:
+    updates = {TORCH: build_update(TORCH)} | {name: build_update(name) for name in names}
+    if with_compiled:
+        compiled = {f"{name}, compiled": build_update(name, True) for name in names if name in COMPILED}
+        updates, names = updates | compiled, [*names, *compiled]
+    times = time_alternately(updates, rounds)
     base = times[TORCH]
     print(f"{TORCH}: {1e3 * statistics.median(base):.2f} ms an update")
     for name in names:
         ratios = [reference / own for reference, own in zip(base, times[name], strict=True)]
-        print(f"{name:<10} {1e3 * statistics.median(times[name]):7.2f} ms, speed {describe(ratios)}")
+        print(f"{name:<19} {1e3 * statistics.median(times[name]):7.2f} ms, speed {describe(ratios)}")
 
 
 def check_numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -139,11 +145,14 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--optimizers", nargs="*", default=[*ELEMENTWISE, "lars", "lamb", "novograd"])
+    parser.add_argument(
+        "--compile", action="store_true", help="also with the updates that --compile compiles"
+    )
     options = parser.parse_args()
     if unknown := set(options.optimizers) - OPTIMIZERS.keys():
         parser.error(f"unknown optimizers: {', '.join(sorted(unknown))}; known: {', '.join(OPTIMIZERS)}")
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
-    print_updates(options.optimizers, options.rounds)
+    print_updates(options.optimizers, options.rounds, options.compile)
     for name in WITH_NORMS:
         print_norms(name, options.rounds)
 

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from models import random_normal
 from paceline import Task
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer
-from paceline.training.optimization.optimizer import make_optimizer
+from paceline.training.optimization import optimizer as module
+from paceline.training.optimization.optimizer import compile_updates, make_optimizer
 from paceline.training.optimizers import elementwise, lamb, pieces, whole_tensor
 from paceline.training.optimizers.build import ON_CPU
 
@@ -153,6 +155,54 @@ def test_pieces_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert find_difference(found, expected) < 1e-5
     else:
         assert all(map(torch.equal, found, expected))
+
+
+COMPILED = [("lion", {"betas": (0.8, 0.95)}), ("lion", {"weight_decay": 0.1})] + [
+    (name, options) for name, options in OPTIONS if name in ("adamax", "nadam", "adadelta")
+]
+
+
+def compare_compiled(name: str, options: dict[str, Any], dtype: torch.dtype) -> float:
+    """Return the relative difference of compiled updates to plain ones, with a learning rate that falls."""
+
+    def train_with(is_compiled: bool) -> nn.ParameterList:
+        model = build_parameters(dtype)
+        optimizer = build(name, model, **options)
+        if is_compiled:
+            compile_updates(optimizer)
+        for step in range(STEPS):
+            optimizer.param_groups[0]["lr"] = 0.01 * 0.9**step
+            train(optimizer, model, range(step, step + 1))
+        return model
+
+    return find_difference(train_with(True), train_with(False))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch 2.13, in its own imports
+@pytest.mark.parametrize(("name", "options"), COMPILED, ids=lambda value: str(value))
+def test_compiled_updates_equal_plain_ones(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COMPILED_ELEMENTS", 50)
+    compiled: set[Any] = set()
+    compile_update = whole_tensor.compile_update
+    monkeypatch.setattr(
+        whole_tensor, "compile_update", lambda update: (compiled.add(update), compile_update(update))[1]
+    )
+    assert compare_compiled(name, options, torch.float64) < 1e-11
+    assert compare_compiled(name, options, torch.float32) < 1e-5
+    (update,) = compiled
+    monkeypatch.setattr(whole_tensor, "compile_update", lambda found: partial(run_without_last, found))
+    assert compare_compiled(name, options, torch.float64) > 1e-6
+    # Lengths and numbers change without another compilation, and a dtype needs one.
+    assert len(torch._dynamo.eval_frame._debug_get_cache_entry_list(update)) <= 2
+
+
+def run_without_last(update: Any, *arguments: Tensor) -> None:
+    """Update all elements except the last."""
+    *tensors, numbers = arguments
+    update(*(tensor[:-1] for tensor in tensors), numbers)
 
 
 MOMENTUM: list[tuple[str, dict[str, Any]]] = [

@@ -60,15 +60,7 @@ def compile_units(units: Sequence[nn.Module]) -> None:
 
     Raises LaunchError if another user owns the compiler's cache.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    owner = os.stat(cache_dir()).st_uid
-    # Code from the cache runs in this process, and torch uses any directory in /tmp with this user's name.
-    if owner not in (os.geteuid(), 0):
-        raise LaunchError(
-            f"the cache of torch's compiler, {cache_dir()}, belongs to user {owner}; set "
-            "TORCHINDUCTOR_CACHE_DIR"
-        )
+    check_compiler_cache()
     for module in units:
         inner = module.forward
 
@@ -83,3 +75,16 @@ def compile_units(units: Sequence[nn.Module]) -> None:
 
 def is_torch_module(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.")
+
+
+def check_compiler_cache() -> None:
+    """Raise LaunchError if another user owns the compiler's cache."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    owner = os.stat(cache_dir()).st_uid
+    # Code from the cache runs in this process, and torch uses any directory in /tmp with this user's name.
+    if owner not in (os.geteuid(), 0):
+        raise LaunchError(
+            f"the cache of torch's compiler, {cache_dir()}, belongs to user {owner}; set "
+            "TORCHINDUCTOR_CACHE_DIR"
+        )

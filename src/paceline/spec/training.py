@@ -84,7 +84,11 @@ class Spec(Value):
     tf32: bool = Field(
         default=False, description="let CUDA round the inputs of float32 matrix products to TF32"
     )
-    compile: bool = Field(default=False, description="compile the model's blocks with torch.compile")
+    compile: bool = Field(
+        default=False,
+        description="compile the model's blocks with torch.compile, and on CPUs the updates of lion, nadam, "
+        "adamax and adadelta",
+    )
     allow_local_loss: bool = Field(
         default=False, description="accept a loss that mixes the samples of a batch"
     )

@@ -40,7 +40,7 @@ from paceline.training.init.named_tensors import named_tensors
 from paceline.training.init.pretrained import PretrainedWeights
 from paceline.training.model_facts.model_analysis import ModelAnalysis, analyze_model, find_pretrained
 from paceline.training.optimization.batch_scaling import describe_scaling, lr_scale_factor, scale_optimizer
-from paceline.training.optimization.optimizer import OptimizerReport, make_optimizer
+from paceline.training.optimization.optimizer import OptimizerReport, compile_updates, make_optimizer
 from paceline.training.optimization.read_updates import assign_parameters
 from paceline.training.prepared import PreparedTraining, slice_batch
 from paceline.training.step.local_sgd import build_local_sgd
@@ -121,6 +121,9 @@ def build_training(
         called = unwrap(called)  # each pass has its own wrapper
     optimizer_report = OptimizerReport(spec.optimizer)
     optimizers = _build_optimizers(spec, plan, task, model, updates, names, optimizer_report)
+    if spec.compile:
+        for optimizer in optimizers:
+            compile_updates(optimizer)
     named = {
         name: parameter
         for name, parameter in model.named_parameters()

@@ -20,6 +20,7 @@ from paceline.training.optimization.optimizer_trial import ELEMENTWISE, check_in
 from paceline.training.optimization.optimizer_values import remember_start
 from paceline.training.optimization.sparse_gradients import check_sparse_support, find_sparse_parameters
 from paceline.training.optimizers.build import build_optimizer
+from paceline.training.optimizers.compiled import COMPILED_ELEMENTS
 from paceline.training.optimizers.whole_tensor import WholeTensorOptimizer, as_real
 from paceline.user_code import UserCode
 
@@ -265,6 +266,13 @@ def _shard_by_parameter(optimizer: torch.optim.Optimizer) -> None:
         broadcast_parameters()
 
     vars(optimizer)["step"] = MethodType(step_and_broadcast, optimizer)
+
+
+def compile_updates(optimizer: torch.optim.Optimizer) -> None:
+    """Let compiled code update the large tensors of an optimizer, if it has such code."""
+    own = local_optimizer(optimizer)
+    if isinstance(own, WholeTensorOptimizer):
+        own.whole_from = COMPILED_ELEMENTS
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

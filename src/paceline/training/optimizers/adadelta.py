@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.training.optimizers.elementwise import apply_decay
 from paceline.training.optimizers.pieces import Scratch, iterate_pieces
@@ -26,9 +27,12 @@ class Adadelta(WholeTensorOptimizer):
         options, rho = tensors.options, tensors.options["rho"]
         tensors.count_steps()
         decayed, numerators, denominators = Scratch(), Scratch(), Scratch()
-        for _, (weights, grads, squares, deltas) in iterate_pieces(
-            tensors.weights, tensors.grads, tensors.moments("square_avg"), tensors.moments("acc_delta")
-        ):
+        moments = tensors.moments("square_avg"), tensors.moments("acc_delta")
+        numbers = options["lr"], options["weight_decay"], 1 - rho, options["eps"]
+        for _, piece in iterate_pieces(tensors.weights, tensors.grads, *moments, whole_from=self.whole_from):
+            if self._update_compiled(update_adadelta, piece, *numbers):
+                continue
+            weights, grads, squares, deltas = piece
             grads = apply_decay(weights, grads, options, decayed)
             torch._foreach_mul_(squares, rho)
             torch._foreach_addcmul_(squares, grads, grads, 1 - rho)
@@ -42,3 +46,13 @@ class Adadelta(WholeTensorOptimizer):
             torch._foreach_addcmul_(deltas, updates, updates, 1 - rho)
             torch._foreach_add_(weights, updates, alpha=-options["lr"])
         yield from ()
+
+
+def update_adadelta(weights: Tensor, grads: Tensor, squares: Tensor, deltas: Tensor, numbers: Tensor) -> None:
+    """Update a tensor. numbers: learning rate, weight decay, 1 - ρ, ε. To be compiled."""
+    lr, decay, rate, eps = numbers.unbind()
+    grads = grads + decay * weights
+    squares.lerp_(grads.square(), rate)
+    updates = torch.sqrt((deltas + eps) / (squares + eps)) * grads
+    deltas.lerp_(updates.square(), rate)
+    weights.sub_(lr * updates)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.training.optimizers.elementwise import apply_decay
 from paceline.training.optimizers.pieces import Scratch, iterate_pieces
@@ -26,9 +27,15 @@ class Adamax(WholeTensorOptimizer):
         options, (beta1, beta2) = tensors.options, tensors.options["betas"]
         steps = tensors.count_steps()
         decayed, copies = Scratch(), Scratch()
-        for at, (weights, grads, firsts, largest) in iterate_pieces(
-            tensors.weights, tensors.grads, tensors.moments("exp_avg"), tensors.moments("exp_inf"), keys=steps
+        moments = tensors.moments("exp_avg"), tensors.moments("exp_inf")
+        for at, piece in iterate_pieces(
+            tensors.weights, tensors.grads, *moments, keys=steps, whole_from=self.whole_from
         ):
+            lr = options["lr"] / (1 - beta1 ** steps[at[0]])
+            numbers = lr, options["weight_decay"], 1 - beta1, beta2, options["eps"]
+            if self._update_compiled(update_adamax, piece, *numbers):
+                continue
+            weights, grads, firsts, largest = piece
             grads = apply_decay(weights, grads, options, decayed)
             torch._foreach_lerp_(firsts, grads, 1 - beta1)
             sizes = copies.copy(grads)
@@ -36,6 +43,14 @@ class Adamax(WholeTensorOptimizer):
             torch._foreach_add_(sizes, options["eps"])
             torch._foreach_mul_(largest, beta2)
             torch._foreach_maximum_(largest, sizes)
-            lr = options["lr"] / (1 - beta1 ** steps[at[0]])
             torch._foreach_addcdiv_(weights, firsts, largest, -lr)
         yield from ()
+
+
+def update_adamax(weights: Tensor, grads: Tensor, firsts: Tensor, largest: Tensor, numbers: Tensor) -> None:
+    """Update a tensor. numbers: learning rate with bias correction, decay, 1 - β₁, β₂, ε. To be compiled."""
+    lr, decay, rate1, beta2, eps = numbers.unbind()
+    grads = grads + decay * weights
+    firsts.lerp_(grads, rate1)
+    largest.copy_(torch.maximum(beta2 * largest, grads.abs() + eps))
+    weights.sub_(lr * firsts / largest)

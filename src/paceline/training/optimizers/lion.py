@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.training.optimizers.pieces import Scratch, iterate_pieces
 from paceline.training.optimizers.whole_tensor import GroupTensors, Rounds, WholeTensorOptimizer
@@ -22,14 +23,25 @@ class Lion(WholeTensorOptimizer):
 
     def _update(self, tensors: GroupTensors) -> Rounds:
         options, (beta1, beta2) = tensors.options, tensors.options["betas"]
+        lr, kept = options["lr"], 1 - options["lr"] * options["weight_decay"]
         scratch = Scratch()
-        for _, (weights, grads, momenta) in iterate_pieces(
-            tensors.weights, tensors.grads, tensors.moments("exp_avg")
+        for _, piece in iterate_pieces(
+            tensors.weights, tensors.grads, tensors.moments("exp_avg"), whole_from=self.whole_from
         ):
+            if self._update_compiled(update_lion, piece, lr, kept, 1 - beta1, 1 - beta2):
+                continue
+            weights, grads, momenta = piece
             updates = scratch.lerp(momenta, grads, 1 - beta1)
             torch._foreach_sign_(updates)
             if options["weight_decay"]:
-                torch._foreach_mul_(weights, 1 - options["lr"] * options["weight_decay"])
-            torch._foreach_add_(weights, updates, alpha=-options["lr"])
+                torch._foreach_mul_(weights, kept)
+            torch._foreach_add_(weights, updates, alpha=-lr)
             torch._foreach_lerp_(momenta, grads, 1 - beta2)
         yield from ()
+
+
+def update_lion(weights: Tensor, grads: Tensor, momenta: Tensor, numbers: Tensor) -> None:
+    """Update a tensor. numbers: learning rate, factor of the decay, 1 - β₁, 1 - β₂. To be compiled."""
+    lr, kept, rate1, rate2 = numbers.unbind()
+    weights.mul_(kept).sub_(lr * torch.sign(torch.lerp(momenta, grads, rate1)))
+    momenta.lerp_(grads, rate2)

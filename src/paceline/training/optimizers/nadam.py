@@ -1,8 +1,10 @@
 """NAdam on a CPU, in pieces that fit into the cache."""
 
+import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.training.optimizers.elementwise import apply_decay, subtract_adam_
 from paceline.training.optimizers.pieces import Scratch, iterate_pieces
@@ -46,19 +48,24 @@ class NAdam(WholeTensorOptimizer):
             products.append(float(state["mu_product"]))
         moments = tensors.moments("exp_avg"), tensors.moments("exp_avg_sq")
         keys = list(zip(steps, products, strict=True))
-        for at, (weights, grads, firsts, seconds) in iterate_pieces(
-            tensors.weights,
-            tensors.grads,
-            *moments,
-            keys=keys,
+        lr, decay = options["lr"], options["weight_decay"]
+        kept = 1 - lr * decay if options["decoupled_weight_decay"] else 1.0
+        coupled = 0.0 if options["decoupled_weight_decay"] else decay
+        for at, piece in iterate_pieces(
+            tensors.weights, tensors.grads, *moments, keys=keys, whole_from=self.whole_from
         ):
             step, product = keys[at[0]]
-            grads = apply_decay(weights, grads, options, decayed)
             # The numerator of the update is a·g + b·m, where m = β₁·m₀ + (1 − β₁)·g is the new first moment.
             # That is (a + b)·(β·m₀ + (1 − β)·g): Adam's with another β, and without its bias correction.
             # The first moment is between that of Adam and g.
             mu, next_mu = _momentum(options, step), _momentum(options, step + 1)
             of_grads, of_firsts = (1 - mu) / (1 - product), next_mu / (1 - product * next_mu)
+            numbers = kept, coupled, 1 - beta1, 1 - beta2, lr * of_grads, lr * of_firsts
+            correction = math.sqrt(1 - beta2**step)
+            if self._update_compiled(update_nadam, piece, *numbers, correction, options["eps"]):
+                continue
+            weights, grads, firsts, seconds = piece
+            grads = apply_decay(weights, grads, options, decayed)
             total = of_grads + of_firsts
             beta = of_firsts * beta1 / total
             subtract_adam_(
@@ -66,7 +73,7 @@ class NAdam(WholeTensorOptimizer):
                 grads,
                 firsts,
                 seconds,
-                lr=options["lr"] * total * (1 - beta**step),
+                lr=lr * total * (1 - beta**step),
                 betas=(beta, beta2),
                 eps=options["eps"],
                 step=step,
@@ -75,6 +82,20 @@ class NAdam(WholeTensorOptimizer):
             if beta:
                 torch._foreach_lerp_(firsts, grads, 1 - beta1 / beta)
         yield from ()
+
+
+def update_nadam(weights: Tensor, grads: Tensor, firsts: Tensor, seconds: Tensor, numbers: Tensor) -> None:
+    """Update a tensor. To be compiled.
+
+    numbers: factor of a decoupled decay, weight decay, 1 - β₁, 1 - β₂, learning rates of the gradient and of
+    the first moment, √(1 - β₂ᵗ), ε.
+    """
+    kept, decay, rate1, rate2, of_grads, of_firsts, correction, eps = numbers.unbind()
+    grads = grads + decay * weights
+    firsts.lerp_(grads, rate1)
+    seconds.lerp_(grads.square(), rate2)
+    updates = (of_grads * grads + of_firsts * firsts) / (torch.sqrt(seconds) / correction + eps)
+    weights.mul_(kept).sub_(updates)
 
 
 def _momentum(options: dict[str, Any], step: int) -> float:

@@ -1,5 +1,6 @@
 """Pieces of tensors that fit into the cache, so that an update reads and writes memory once."""
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 
 import torch
@@ -12,14 +13,17 @@ Piece = tuple[list[int], list[list[Tensor]]]
 
 
 def iterate_pieces(
-    *lists: Sequence[Tensor], keys: Sequence[Hashable] | None = None, is_divided: bool = True
+    *lists: Sequence[Tensor],
+    keys: Sequence[Hashable] | None = None,
+    is_divided: bool = True,
+    whole_from: float = math.inf,
 ) -> Iterator[Piece]:
     """Yield parts of tensors for element-wise operations: their indices in the lists, and a list per list.
 
     lists: of equal length, with tensors of equal shape at each index. Large tensors are divided, and small
     ones are together. keys: tensors with different keys, such as counts of steps, are in different pieces.
     is_divided: False if the update is one kernel, which needs no cache. An accelerator gets whole tensors,
-    because it has few large kernels.
+    because it has few large kernels. whole_from: elements from which a tensor is a piece by itself.
     """
     together: dict[Hashable, list[tuple[int, list[Tensor]]]] = {}  # tensors of the next pieces, by key
     waiting: dict[Hashable, int] = {}  # their elements
@@ -31,6 +35,9 @@ def iterate_pieces(
         on_cpu = first.device.type == "cpu"
         if on_cpu:
             tensors = _order_as_in_memory(tensors)
+        if first.numel() >= whole_from:
+            yield _join([(at, tensors)])
+            continue
         limit = PIECE_ELEMENTS if on_cpu and is_divided else None
         if limit and first.numel() > limit and all(tensor.is_contiguous() for tensor in tensors):
             for parts in zip(*(tensor.view(-1).split(limit) for tensor in tensors), strict=True):

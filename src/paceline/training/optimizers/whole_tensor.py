@@ -6,6 +6,7 @@ step has one small all-reduce for each round of sums and each axis along which t
 that this rank holds whole (`ddp`, `zero1`, stages of a pipeline) need none.
 """
 
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline.data.fake import is_fake
 from paceline.distributed.dtensor import is_dtensor, local_tensor
+from paceline.training.optimizers.compiled import CompiledUpdate, compile_update
 from paceline.training.optimizers.pieces import Piece, iterate_pieces
 
 # Yields the contributions of the shards, one flat float64 tensor for each parameter; receives their sums.
@@ -64,6 +66,8 @@ class GroupTensors:
 class WholeTensorOptimizer(torch.optim.Optimizer):
     """Base of the optimizers that state which sums over whole tensors they need."""
 
+    whole_from: float = math.inf  # elements from which compiled code updates a tensor, if there is any
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters. A collective if any of them is sharded."""
@@ -86,6 +90,21 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             grads=[as_real(local_tensor(parameter.grad)) for parameter in params],
             states=[self.state[parameter] for parameter in params],
         )
+
+    def _update_compiled(
+        self, update: CompiledUpdate, piece: Sequence[Sequence[Tensor]], *numbers: float
+    ) -> bool:
+        """Update the tensor of a piece by compiled code; return False if that does not suit the piece.
+
+        piece: the arguments of `update`, each a list with a tensor. numbers: may change from step to step.
+        """
+        first = piece[0][0]
+        tensors = [tensor for of_kind in piece for tensor in of_kind]
+        if first.numel() < self.whole_from or not all(map(_is_plain, tensors)):
+            return False
+        flat = (tensor.view(-1) for tensor in tensors)
+        compile_update(update)(*flat, torch.tensor(numbers, dtype=first.dtype))
+        return True
 
     def _update(self, tensors: GroupTensors) -> Rounds:
         """Update the parameters of a group, and yield the contributions to sums."""
@@ -156,13 +175,14 @@ def squares(*tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def part_norms(parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the norm of each part of a piece."""
-    if all(map(_has_fast_dot, parts)):
+    if all(map(_is_plain, parts)):
         flat = [part.view(-1) for part in parts]
         return [torch.dot(part, part).sqrt_() for part in flat]
     return list(torch._foreach_norm(list(parts)))
 
 
-def _has_fast_dot(part: Tensor) -> bool:
+def _is_plain(part: Tensor) -> bool:
+    """Return whether the elements of a part are float32 or float64, in order, in the memory of the CPU."""
     is_precise = part.dtype in (torch.float32, torch.float64)
     return is_precise and part.device.type == "cpu" and part.is_contiguous()
 
