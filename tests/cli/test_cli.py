@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.emoji import Emoji
 from safetensors.torch import load_file
 
 import warm
@@ -173,6 +174,18 @@ def test_help_shows_defaults_in_brackets(tmp_path):
     text = " ".join(succeed("train", "--help", at=tmp_path).out.replace("│", " ").split())
     assert "Number of processes [default: one per GPU, or 1]" in text
     assert "\\[" not in text
+
+
+def test_help_has_no_names_of_emoji():
+    """Rich takes a word between colons for the name of an emoji: `A:B:2` became `A🅱2`."""
+    commands = [cli.load(name) for name in cli.COMMANDS]
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
+        texts = [command.help, *(getattr(option, "help", None) for option in command.params)]
+        for text in filter(None, texts):
+            assert Emoji.replace(text) == text, command.name
+    assert len(commands) > len(cli.COMMANDS)
+    assert Emoji.replace("A:B:2") != "A:B:2"  # control
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def collectives(
         str,
         Option(
             metavar="A:B",
-            help="Sizes: a range A:B in steps of 4 times, A:B:2 in steps of 2 times, or a list A,B.",
+            help="Sizes: a range A:B in steps of 4 times, 1KiB:1MiB:2 in steps of 2 times, or a list A,B.",
         ),
     ] = "1KiB:64MiB",
     operations: Annotated[
