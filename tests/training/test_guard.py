@@ -16,7 +16,7 @@ import models
 from command import checkpoint_weights, succeed
 from harness import ranks, train_on_ranks
 from paceline import RunFolder, Spec, Task, train
-from paceline.after_step import Ema
+from paceline.after_step import Ema, StepOperation, Swa
 from paceline.distributed.dtensor import local_tensor
 from paceline.drill.bit_flip import MANTISSA_BITS, flip_bit
 from paceline.errors import CorruptionError, DivergedError, PlanError, TaskError
@@ -279,14 +279,24 @@ def flipped(what: str, rank: int, step: int, seed: int) -> Any:
 
 
 def train_with_flip(
-    plan: str, what: str, rank: int, step: int, seed: int, spec: Spec, run: Path | None = None
+    plan: str,
+    what: str,
+    rank: int,
+    step: int,
+    seed: int,
+    spec: Spec,
+    run: Path | None = None,
+    task: Task | None = None,
 ) -> tuple[str, int]:
     """Return the message of the error, and the number of steps that were done; "" without an error."""
     done = 0
     with flipped(what, rank, step, seed):
         try:
             for event in train(
-                spec, parse(plan), task=models.Points(), run=RunFolder(run) if run is not None else None
+                spec,
+                parse(plan),
+                task=task or models.Points(),
+                run=RunFolder(run) if run is not None else None,
             ):
                 done = max(done, getattr(event, "step", 0))
         except CorruptionError as error:
@@ -474,6 +484,47 @@ def test_replicas_of_parts_are_compared(plan: str) -> None:
         messages = ranks(4)(train_with_change, models.ShortText(), plan, spec, change, (1, 5))
         assert all(bool(message) == bool(change) for message in messages), messages
         assert all(message.startswith("CorruptionError: ") for message in messages if change), messages
+
+
+class Averaging(models.ShortText):
+    """An average of the weights, which evaluations use."""
+
+    operation: str = "ema"
+
+    def after_step(self) -> list[StepOperation]:
+        return [Ema(0.9) if self.operation == "ema" else Swa(3)]
+
+
+TEXT, EMA, SWA = models.ShortText(), Averaging(), Averaging(operation="swa")
+HEALTHY: list[tuple[str, str, Task, dict[str, Any]]] = [
+    *((plan, name, TEXT, {}) for name in ("lion", "adafactor", "muon", "lamb") for plan in ("ddp", "zero3")),
+    *(("zero2", name, TEXT, {}) for name in ("adafactor", "muon")),
+    *((plan, "sgd", EMA, {}) for plan in ("ddp", "zero2")),
+    *((plan, "adamw", SWA, {}) for plan in ("zero1", "zero3")),
+    *((plan, "adamw", TEXT, {"precision": "fp16"}) for plan in ("ddp", "zero2", "tp=2")),
+    *((plan, "adamw", TEXT, {}) for plan in ("tp=2", "pp=2,microbatches=2", "cp=2")),
+    *((f"{plan},uneven=1", "adamw", TEXT, {"batch": 25}) for plan in ("zero2", "zero3")),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "name", "task", "fields"),
+    HEALTHY,
+    ids=[f"{plan} {name} {getattr(task, 'operation', '')}{fields}" for plan, name, task, fields in HEALTHY],
+)
+def test_healthy_trainings_raise_no_alarm(plan: str, name: str, task: Task, fields: dict[str, Any]) -> None:
+    """Nor do they stop to follow weights that an evaluation has gathered: a planted flip is found."""
+    size = 3 if "uneven" in plan else 2
+    spec = request(WeightGuard(every=4, locate=True))
+    spec = spec.model_copy(update={"optimizer": Optimizer(name=name, lr=1e-3), **fields})
+    assert ranks(size)(train_with_change, task, plan, spec, "", (0, 0)) == [""] * size
+    for message, _ in ranks(size)(train_with_flip, plan, "weight", size - 1, 5, 1, spec, None, task):
+        assert message.startswith(
+            f"silent corruption, found after step 8: the weights of rank {size - 1} changed outside of an "
+            "update, before the update of step 6;"
+        )
 
 
 class WrongOnce(models.Points):

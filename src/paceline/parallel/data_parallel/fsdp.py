@@ -35,6 +35,16 @@ def shard(
     fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
 
 
+def drop_gathered(model: nn.Module) -> None:
+    """Free whole parameters that `fully_shard` gathered for a forward pass without a backward pass.
+
+    The next forward pass would use their old values.
+    """
+    for module in model.modules():
+        if reshard := getattr(module, "reshard", None):
+            reshard()
+
+
 def refuse_changed_weights(model: nn.Module, plan: Plan) -> None:
     """Let the first forward pass of a module raise TaskError if it changes its parameters.
 

@@ -16,7 +16,7 @@ from paceline.errors import TaskError
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.compile import recompute_and_compile
 from paceline.parallel.context.apply import ContextParallel
-from paceline.parallel.data_parallel.fsdp import copy_output_views, find_scalars
+from paceline.parallel.data_parallel.fsdp import copy_output_views, drop_gathered, find_scalars
 from paceline.parallel.data_parallel.reduced_buffers import BufferReducer
 from paceline.parallel.loss.auxiliary_loss import AuxiliaryLoss
 from paceline.parallel.loss.forward import (
@@ -325,9 +325,8 @@ class Pipeline:
 
     def reshard(self) -> None:
         """Free the parameters that an evaluation has gathered."""
-        for module in (module for stage in self.stages for module in stage.modules()):
-            if reshard := getattr(module, "reshard", None):
-                reshard()
+        for stage in self.stages:
+            drop_gathered(stage)
 
 
 def _split_tensors(traced: TracedModel, rank: PipelineRank, partition: StagePartition) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.batch import find_tensors
 from paceline.distributed.dtensor import is_materialized, local_tensor
 from paceline.errors import CorruptionError, TaskError
+from paceline.parallel.data_parallel.fsdp import drop_gathered
 from paceline.parallel.data_parallel.reduced_buffers import find_batch_norm_buffers
 from paceline.spec.guard import WeightGuard
 from paceline.training.guard.check import find_copy, has_equal_state, has_replicas
@@ -72,6 +73,7 @@ class ReplicaGuard:
         """Prepare a step. `step`: steps done before it. A collective if the guard recomputes losses."""
         self.step = step
         if self.locates:
+            drop_gathered(self.prepared.model)  # by an evaluation: the marks are of the parts of ranks
             self._marks = self._mark_weights()
         if self.recomputation is not None and self._is_compared(step + 1):
             self.recomputation.begin(step)

@@ -14,6 +14,7 @@ from paceline.distributed.rng import derive_seed
 from paceline.doctor.heartbeat import UPDATE
 from paceline.errors import SpecError
 from paceline.parallel.data_parallel.ddp import release, replicate
+from paceline.parallel.data_parallel.fsdp import drop_gathered
 from paceline.spec import Schedule
 from paceline.task import Task
 from paceline.training.optimization.gradient_norm import combine_norms
@@ -239,7 +240,7 @@ class UpdateSequence:
             if is_due
         ]
         if self.is_sharded:
-            self._drop_gathered()
+            drop_gathered(self.whole_model)
         if self.observe_pass is not None:
             self.observe_pass("weights", step)
         return lead.make_stats(losses, items, expected, combine_norms(norms, self.device))
@@ -256,7 +257,7 @@ class UpdateSequence:
             # torch 2.13: in the first pass `fully_shard` fixes the data type of the gradients of a unit, and
             # the units' parameters are tracked. Gradients of other passes are computed and dropped once.
             return contextlib.nullcontext()
-        self._drop_gathered()  # parameters are frozen when they are gathered
+        drop_gathered(self.whole_model)  # parameters are frozen when they are gathered
         return of_pass.frozen_others(step)
 
     def _set_up_ddp(self, of_pass: UpdatePass, batch: Batch, step: int) -> None:
@@ -297,15 +298,6 @@ class UpdateSequence:
 
     def _norm(self, norm: Tensor | list[Tensor]) -> Tensor:
         return norm.double() if isinstance(norm, Tensor) else combine_norms(norm, self.device)
-
-    def _drop_gathered(self) -> None:
-        """Free parameters that `fully_shard` gathered for a forward pass without a backward pass.
-
-        The next pass would use their old values.
-        """
-        for module in self.whole_model.modules():
-            if reshard := getattr(module, "reshard", None):
-                reshard()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline.after_step import Clamp, CopyTo, Ema, Normalize, Polyak, StepOperation, Swa
 from paceline.distributed.dtensor import is_dtensor, is_materialized, local_tensor
 from paceline.errors import PlanError, SpecError, TaskError
+from paceline.parallel.data_parallel.fsdp import drop_gathered
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer, abbreviate
 from paceline.task import Task
@@ -166,18 +167,12 @@ class WeightOperations:
     def _swap(self) -> None:
         """Exchange weights and averages, one tensor at a time, so that memory grows by one tensor only."""
         assert self._ema is not None
-        self._drop_gathered()
+        drop_gathered(self.model)
         for average, parameter in zip(self.averages.values(), self._params[self._ema], strict=True):
             ours, theirs = local_tensor(average), local_tensor(parameter.detach())
             weights = theirs.clone()
             theirs.copy_(ours)
             ours.copy_(weights)
-
-    def _drop_gathered(self) -> None:
-        """Free whole parameters that `fully_shard` has gathered, since they would keep the old weights."""
-        for module in self.model.modules():
-            if reshard := getattr(module, "reshard", None):
-                reshard()
 
 
 def find_averaged_share(operations: Sequence[StepOperation], model: nn.Module) -> float:
