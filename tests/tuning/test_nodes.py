@@ -27,7 +27,7 @@ from paceline.errors import LaunchError
 from paceline.events import Ended, Started
 from paceline.run import RunFolder, create
 from paceline.spec import load
-from paceline.tuning.executors import node_agent
+from paceline.tuning.executors import node_agent, remote_node
 from paceline.tuning.executors.pool import Executor
 from paceline.tuning.executors.remote_node import LOST, ProcessConnection, RemoteNode
 from paceline.tuning.journal import Finished, Launched, read_state
@@ -61,6 +61,9 @@ class SimulatedNode:
     def start(self, run, log, ranks, slots, hosts=()):
         self.hosts = hosts
         return subprocess.Popen(["sleep", "1000"])
+
+    def check(self):
+        pass
 
     def watch(self, child):
         return os.pidfd_open(child.pid)
@@ -139,6 +142,8 @@ def test_agent_trains_and_a_lost_node_is_noticed(tmp_path):
     node = RemoteNode("n", 2, connection)
     try:
         assert 0 <= node.wait_until_ready() <= psutil.cpu_count()
+        node.check()
+        assert not node.is_lost
         child = node.start(runs[0], tmp_path / "first.txt", 1, [0])
         assert child.wait() == 0, (tmp_path / "first.txt").read_text()
         assert events_of_kind(runs[0], Ended)[-1].step == 4
@@ -158,6 +163,18 @@ def test_agent_that_does_not_start_is_described():
     with pytest.raises(LaunchError, match=r"^the agent on node n7 did not start: no such user$"):
         node.wait_until_ready()
     node.close()
+
+
+def test_agent_that_does_not_answer_is_lost(monkeypatch):
+    monkeypatch.setattr(remote_node, "ANSWER_S", 0.1)
+    node = RemoteNode("n7", 1, ProcessConnection(["sleep", "1000"]))
+    try:
+        assert not node.is_lost
+        node.check()
+        assert node.is_lost
+    finally:
+        node._connection._process.kill()
+        node.close()
 
 
 def test_job_script_runs_the_controller(tmp_path):
@@ -288,6 +305,47 @@ def test_trial_on_both_nodes_continues_after_its_time_limit(tmp_path):
     failed, *trained = read_state(study / "events.jsonl").trials.values()
     assert (failed.state, "too odd" in failed.message) == ("failed", True), failed
     assert [(trial.state, trial.ranks) for trial in trained] == [("complete", 2)] * 2
+    assert [event.ranks for event in events_of_kind(run, Started)] == [2, 2]
+    assert events_of_kind(run, Started)[-1].step > 0
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_trial_on_both_nodes_continues_after_the_loss_of_a_node(tmp_path):
+    """The trial does not fail. The other node is too small for it, so it continues when both are there."""
+    write_task(tmp_path)
+    (tmp_path / "slurm").mkdir()
+    slow, study = set_sample_delay(tmp_path / "slow", 0.1), tmp_path / "s"
+    run = study / "trials" / "0"
+    with start_cluster(tmp_path / "slurm") as slurm:
+        env = clean_environment(OMP_NUM_THREADS="1", SLOW=str(slow), **slurm.env)
+        place = ("--nodes", "2", "--ranks", "2", "--ranks-per-trial", "2", "--trials", "2")
+        options = (*STUDY, "--set", "spec.save.every=1", *place, "--run-dir", "s")
+
+        def tune(*words: str) -> str:
+            command = [*PACELINE, "tune", *words]
+            done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+            match = re.fullmatch(r"s: job (\d+)\n", done.stdout)
+            assert match, done.stdout + done.stderr
+            return match[1]
+
+        job = tune(*options)
+        wait_until(lambda: RunFolder(run).checkpoints(), "saved", study)
+        slurm.power_off("n2")
+        slurm.wait_for_state(job, "FAILED", timeout_s=180)
+        slurm.restore("n2")
+        [trial] = read_state(study / "events.jsonl").trials.values()
+        assert trial.state == "running", trial
+        assert "Traceback" not in _read_log(study)
+        assert re.search(
+            r"paceline: n2 was lost, and the next trial needs more ranks than the 1 of n1; "
+            r"continue with --resume when there are others\n",
+            _read_log(study),
+        ), _read_log(study)
+        set_sample_delay(slow, 0.0)
+        slurm.wait_for_state(tune("s", "--resume"), "COMPLETED", timeout_s=240)
+    check_complete(study, 2)
     assert [event.ranks for event in events_of_kind(run, Started)] == [2, 2]
     assert events_of_kind(run, Started)[-1].step > 0
 

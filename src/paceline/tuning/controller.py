@@ -122,6 +122,8 @@ class Controller:
                 break
         self._store(self._predictions.collect())
         if not executor.running:
+            if choose_trial(self.definition.search, self.definition.objectives, self.state, ()) is not None:
+                executor.check_loss()
             self._end_paused()
             self._check_refusals(max(1, len(self.state.trials)))
             self._store(self._predictions.finish())

@@ -52,6 +52,9 @@ class LocalNode:
             self._server.has_answered(START_S)
         return self._cores
 
+    def check(self) -> None:
+        """Do nothing: this machine is not lost."""
+
     def start(
         self, run: Path, log: Path, ranks: int, slots: Sequence[int], hosts: Sequence[str] = ()
     ) -> Child:

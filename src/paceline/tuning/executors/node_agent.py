@@ -76,6 +76,9 @@ def _read_requests(running: dict[int, Child], replies: TextIO) -> Iterator[dict[
 
 
 def _carry_out(request: dict[str, Any], node: LocalNode, running: dict[int, Child], replies: TextIO) -> None:
+    if "ping" in request:
+        _reply(replies, {"pong": request["ping"]})
+        return
     number = request["number"]
     if "signal" in request:
         if number in running:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from paceline.errors import LaunchError
 from paceline.launch.fork_server import ForkServer
+from paceline.launch.signals import STOPPED
 from paceline.launch.spawn import Child
 
 STOP_S = 40.0  # for a trial to save after a request to stop
@@ -41,6 +42,9 @@ class Node(Protocol):
 
         hosts: the names of all nodes on which it trains, if there are several.
         """
+
+    def check(self) -> None:
+        """Wait until it is known whether the node is lost."""
 
     def watch(self, child: Child) -> int | None:
         """Return a descriptor that can be read when a trial has ended; None if the trial must be polled."""
@@ -124,6 +128,18 @@ class Executor:
             )
         return bool(self._find_nodes(ranks))
 
+    def check_loss(self) -> None:
+        """Raise LaunchError if nodes were lost, for a trial that has no room though no other one trains."""
+        lost = [node.name for node in self.nodes if node.is_lost]
+        if lost:
+            rest = [node for node in self.nodes if not node.is_lost]
+            verb = "was" if len(lost) == 1 else "were"
+            raise LaunchError(
+                f"{' and '.join(lost)} {verb} lost, and the next trial needs more ranks than the "
+                f"{sum(node.ranks for node in rest)} of {' and '.join(node.name for node in rest)}; "
+                "continue with --resume when there are others"
+            )
+
     def _find_nodes(self, ranks: int) -> list[Node]:
         """Return the node with the fewest free ranks that are enough, or several free nodes. None: empty."""
         alive = [node for node in self.nodes if not node.is_lost]
@@ -170,6 +186,8 @@ class Executor:
                     os.close(trial.watched)
                 for node in trial.nodes:
                     self._free[node.name] = sorted([*self._free[node.name], *trial.slots])
+                    if status not in (0, STOPPED) and len(trial.nodes) > 1:  # because a node was lost?
+                        node.check()
                 yield trial, status
 
     def stop_all(self) -> None:

@@ -15,6 +15,7 @@ from paceline.launch.spawn import Child
 
 START_S = 180.0  # for an agent to start and import torch on a busy machine
 CLOSE_S = 60.0  # for an agent to end its trials
+ANSWER_S = 20.0  # for an agent to answer on a busy machine
 POLL_S = 0.05
 LAST_LINES_S = 2.0  # for reading what an agent printed before its end
 LOST = 255  # exit status of a trial whose node was lost
@@ -67,11 +68,25 @@ class RemoteNode:
         self.name, self.ranks, self._connection = name, ranks, connection
         self._children: dict[int, RemoteChild] = {}
         self._count = 0
+        self._answers = 0
+        self._is_silent = False
         self._cores: float | None = None
 
     @property
     def is_lost(self) -> bool:
-        return not self._connection.is_alive
+        return self._is_silent or not self._connection.is_alive
+
+    def check(self) -> None:
+        """Wait for an answer of the agent. Without one, the node is lost.
+
+        The process that connects to the agent may end only minutes after a loss, when Slurm notices it.
+        """
+        expected, deadline = self._answers + 1, time.monotonic() + ANSWER_S
+        self.send({"ping": expected})
+        while self._answers < expected and not self.is_lost:
+            self._is_silent = time.monotonic() > deadline
+            self.read_replies()
+            time.sleep(POLL_S)
 
     def wait_until_ready(self) -> float:
         deadline = time.monotonic() + START_S
@@ -104,6 +119,8 @@ class RemoteNode:
             reply = json.loads(line)
             if "cores" in reply:
                 self._cores = reply["cores"]
+            elif "pong" in reply:
+                self._answers = reply["pong"]
             elif "ended" in reply:
                 self._children.pop(reply["ended"]).status = reply["status"]
             elif "failed" in reply:
