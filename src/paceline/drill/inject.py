@@ -11,7 +11,7 @@ from paceline.drill import clock
 from paceline.drill.connections import cut_connections
 from paceline.drill.disk import SmallDisk
 from paceline.drill.faults import FaultMoment, choose_save_every
-from paceline.drill.training import STEP_S, Training, UnexpectedCourse
+from paceline.drill.training import SLOW_STEP_S, STEP_S, Training, UnexpectedCourse
 from paceline.units import several
 
 HOUR_S = 3600.0
@@ -137,7 +137,9 @@ def shift_clock(context: FaultContext) -> str:
 
 
 def shift_clock_and_stop(context: FaultContext) -> str:
-    context.training.set_pace(2 * HEARTBEAT_S / (context.steps - context.moment.step - 1))
+    # On a busy machine this process may be late, and the training must not end before it stops the rank.
+    pace = 2 * HEARTBEAT_S / (context.steps - context.moment.step - 1)
+    context.training.set_pace(max(pace, SLOW_STEP_S))
     done = _shift_random_clock(context)
     context.training.wait(HEARTBEAT_S)
     context.rank.suspend()
