@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
+from typing import NamedTuple
 
 from paceline.errors import PlanError
 from published_cells import NotPredictable
@@ -179,30 +180,84 @@ def _best_constant(ratios: Sequence[float]) -> float:
 
 
 def print_choices(files: Sequence[File]) -> None:
-    """Print how much slower the plan predicted to be fastest is than the fastest measured plan, by group."""
-    rows, losses, correlations = [], [], []
+    """Print how much slower the plan predicted to be fastest is than the fastest measured plan, by group.
+
+    The first figures count each run of a group of the file. The others count what a user chooses: plans of
+    the same model, with the mean of the runs of a plan.
+    """
+    rows: list[tuple[str, ...]] = []
+    by_run, by_plan = [], []
     for file in files:
-        groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        groups: dict[str, list[tuple[Row, Prediction]]] = defaultdict(list)
         for row, prediction in file.predicted:
             if row.group and row.step_s:
-                groups[row.group].append((prediction.time.step_s, row.step_s))
-        for name, pairs in groups.items():
-            if len(pairs) < 2:
+                groups[row.group].append((row, prediction))
+        for name, runs in groups.items():
+            if len(runs) < 2:
                 continue
-            losses.append(min(pairs)[1] / min(measured for _, measured in pairs) - 1)
-            correlation = _spearman(pairs) if len(pairs) > 2 else None
-            correlations += [correlation] if correlation is not None else []
-            rows.append(
-                (
-                    f"{file.name} {name}",
-                    str(len(pairs)),
-                    f"{losses[-1]:.1%}",
-                    "" if correlation is None else f"{correlation:.2f}",
-                )
-            )
-    if rows and correlations:
-        rows.append(("mean", "", f"{fmean(losses):.1%}", f"{fmean(correlations):.2f}"))
-    print_table(("choice of a plan", "plans", "slower than the best", "rank correlation"), rows)
+            one = _choice([(prediction.time.step_s, row.step_s or 0.0) for row, prediction in runs])
+            by_run.append(one)
+            of_models = [_choice(pairs) for pairs in _plans_by_model(runs) if len(pairs) > 1]
+            by_plan += of_models
+            rows.append((f"{file.name} {name}", *_list_choices([one]), *_list_choices(of_models)))
+    if rows and any(each.correlation is not None for each in by_run):
+        rows.append(("mean", *_mean_of_choices(by_run), *_mean_of_choices(by_plan)))
+    print_table(
+        (
+            "choice of a plan",
+            "runs",
+            "slower than the best",
+            "rank correlation",
+            "plans of one model",
+            "slower than the best",
+            "rank correlation",
+        ),
+        rows,
+    )
+
+
+class Choice(NamedTuple):
+    """The choice among measured plans: its step time relative to the best, minus 1."""
+
+    plans: int
+    loss: float
+    correlation: float | None
+
+
+def _choice(pairs: Sequence[tuple[float, float]]) -> Choice:
+    """Return the choice among (predicted, measured) step times."""
+    loss = min(pairs)[1] / min(measured for _, measured in pairs) - 1
+    return Choice(len(pairs), loss, _spearman(pairs) if len(pairs) > 2 else None)
+
+
+def _plans_by_model(runs: Sequence[tuple[Row, Prediction]]) -> list[list[tuple[float, float]]]:
+    """Return (predicted, measured) step times of the plans of each model, device, number and batch."""
+    groups: dict[object, dict[object, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for row, prediction in runs:
+        split = prediction.split
+        key = row.model, row.device, split.ranks, split.batch, row.recipe.dtype
+        groups[key][split].append((prediction.time.step_s, row.step_s or 0.0))
+    return [
+        [(pairs[0][0], fmean(measured for _, measured in pairs)) for pairs in plans.values()]
+        for plans in groups.values()
+    ]
+
+
+def _list_choices(choices: Sequence[Choice]) -> tuple[str, str, str]:
+    return (
+        ", ".join(str(each.plans) for each in choices),
+        ", ".join(f"{each.loss:.1%}" for each in choices),
+        ", ".join(f"{each.correlation:.2f}" for each in choices if each.correlation is not None),
+    )
+
+
+def _mean_of_choices(choices: Sequence[Choice]) -> tuple[str, str, str]:
+    correlations = [each.correlation for each in choices if each.correlation is not None]
+    return (
+        "",
+        f"{fmean(each.loss for each in choices):.1%}" if choices else "",
+        f"{fmean(correlations):.2f}" if correlations else "",
+    )
 
 
 def _spearman(pairs: Sequence[tuple[float, float]]) -> float:

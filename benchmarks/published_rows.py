@@ -67,6 +67,7 @@ class Row:
 
     id: str
     file: str
+    model: Transformer
     facts: ModelFacts
     cluster: Cluster
     recipe: Recipe
@@ -209,6 +210,7 @@ def _parse_row(row: Mapping[str, str]) -> Row:
     return Row(
         id=row["row_id"],
         file=row["dataset"] or row["row_id"].split("#")[0],
+        model=model,
         facts=model.facts(),
         cluster=_cluster(row),
         recipe=with_release(row, recipe, model),

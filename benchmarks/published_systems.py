@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from paceline.plan.cost_model.framework_profiles import (
     BIGSCIENCE,
+    BIGSCIENCE_BLOCKED,
     DEEPSPEED,
     FSDP,
     FSDP_COMPILED,
@@ -62,7 +63,7 @@ def find_recipe(row: Mapping[str, str]) -> Recipe:
         if row["precision"] == "bf16" and "foundry" in text:  # PURE: gradients are averaged in bf16
             recipe = replace(recipe, reduce=2.0)
     elif "bigscience" in text:
-        recipe = BIGSCIENCE
+        recipe = BIGSCIENCE_BLOCKED if whole_number(row["n_gpus"]) > 160 else BIGSCIENCE
     elif "deepspeed" in text:
         recipe = MEGATRON_DEEPSPEED
     elif "simumax" in text:

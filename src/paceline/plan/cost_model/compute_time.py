@@ -86,7 +86,7 @@ def compute_block_time(
     moved = traffic / cp / rates.memory_Bps
     core = 0.0 if recipe.fused else scores / cp / rates.memory_Bps
     launches = block.kernels + (0.0 if recipe.fused_experts else _expert_launches(block, key.ep))
-    kernels = launches * rates.constants.launch_s
+    kernels = launches * (rates.constants.launch_s + recipe.blocked_s)
     recomputed = recipe.recompute_shares(recompute if block.boundary and "full" in block.saved else "none")
     attention_s = attention + core
     recompute_s = (
