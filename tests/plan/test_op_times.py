@@ -15,6 +15,7 @@ from paceline.plan.cost_model.framework_profiles import FLOAT32
 from paceline.plan.cost_model.op_times import KINDS, MAX_SLOWDOWN, OpTimeTable
 from paceline.plan.cost_model.predict import predict
 from paceline.plan.cost_model.rates import device_rates
+from paceline.plan.cost_model.step_time import share_cores
 from paceline.plan.model.facts import BlockFacts, Product
 from paceline.plan.model.operations import Operation
 from paceline.plan.plan import parse
@@ -173,6 +174,52 @@ def test_pipeline_on_shared_cores_has_no_bubble() -> None:
     }
     assert roomy["pipeline bubble"] > 0
     assert "pipeline bubble" not in parts
+
+
+def simulate_1f1b(stages_s: list[float], microbatches: int, cores: int) -> float:
+    """Return the seconds of a step if ranks that are not waiting share the cores equally."""
+    ranks, now = len(stages_s), 0.0
+    queues: list[list[tuple[str, int]]] = []
+    for rank in range(ranks):
+        started = min(microbatches, ranks - rank)
+        queue = [("forward", index) for index in range(started)]
+        for index in range(microbatches):
+            queue.append(("backward", index))
+            if started + index < microbatches:
+                queue.append(("forward", started + index))
+        queues.append(queue)
+    left: dict[int, float] = {}
+    done: set[tuple[str, int, int]] = set()
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            if queue and rank not in left:
+                name, index = queue[0]
+                before = rank - 1 if name == "forward" else rank + 1
+                if before in (-1, ranks) or (name, before, index) in done:
+                    left[rank] = stages_s[rank] * (1 / 3 if name == "forward" else 2 / 3)
+        speed = min(1.0, cores / len(left))
+        took = min(left.values())
+        now += took / speed
+        left = {rank: seconds - took for rank, seconds in left.items()}
+        for rank in [rank for rank, seconds in left.items() if seconds < 1e-12]:
+            name, index = queues[rank].pop(0)
+            done.add((name, rank, index))
+            del left[rank]
+    return now
+
+
+@pytest.mark.parametrize("microbatches", [4, 8, 16])
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("stages_s", [[1.0] * 4, [0.2, 1, 0.4, 0.4], [0.1, 0.1, 0.1, 1], [0.3, 1, 0.3, 1]])
+def test_waiting_ranks_leave_their_core(stages_s: list[float], cores: int, microbatches: int) -> None:
+    crowd = 4 / cores
+    busiest_s, mean_s = crowd * max(stages_s), crowd * sum(stages_s) / 4
+    bubble_s = crowd * (sum(stages_s) - max(stages_s))
+    busy_share, bubble = share_cores(microbatches, busiest_s, mean_s, bubble_s, crowd)
+    found = busy_share * microbatches * busiest_s + bubble
+    assert found == pytest.approx(simulate_1f1b(stages_s, microbatches, cores), rel=0.12)
+    if min(stages_s) < max(stages_s):  # as if a rank with more work than the others always shared its core
+        assert microbatches * busiest_s > 1.3 * found
 
 
 def test_bench_rows_become_facts() -> None:

@@ -1,6 +1,6 @@
 """Predicted seconds of a step, part by part, of the busiest rank of a pipeline."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -94,9 +94,11 @@ def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, rates: Dev
     m = split.microbatches
     parts = _parts_of_load(m, busiest)
     if split.pp > 1:
-        parts |= _pipeline_parts(
-            facts, split, recipe, rates, busiest, [(assigned.count, load) for assigned, load in stages]
-        )
+        bubble, sends = _pipeline_idle_s(facts, split, recipe, rates, stages)
+        if rates.crowd > 1:
+            busy_share, bubble = share_cores(m, busiest.total_s, _mean_load_s(stages), bubble, rates.crowd)
+            parts = {name: busy_share * seconds for name, seconds in parts.items()}
+        parts |= {"pipeline bubble": bubble, "pipeline sends": sends}
     own = max(
         [memory_breakdown(facts, assigned, recipe, split.microbatch_key) for assigned, _ in stages],
         key=lambda breakdown: breakdown.trained,
@@ -188,10 +190,15 @@ def lower_bound_s(facts: ModelFacts, split: WorkSplit, recipe: Recipe, rates: De
     stages = stage_loads(
         facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.microbatch_key, recipe, rates
     )
-    busiest = stages[0][1]
+    busiest, busy_share = stages[0][1], 1.0
+    if rates.crowd > 1 and split.pp > 1:
+        busy_share, _ = share_cores(
+            split.microbatches, busiest.total_s, _mean_load_s(stages), 0.0, rates.crowd
+        )
     if rates.calibration is None:
-        return split.microbatches * busiest.total_s * (1 + rates.constants.jitter)
+        return split.microbatches * busiest.total_s * busy_share * (1 + rates.constants.jitter)
     parts = _parts_of_load(split.microbatches, busiest)
+    parts = {name: busy_share * seconds for name, seconds in parts.items()}
     parts["jitter"] = rates.constants.jitter * sum(parts.values())
     return sum(part.value for part in _calibrated_parts(parts, rates.calibration))
 
@@ -363,20 +370,19 @@ def _context_s(
     return gathered_s + (3 + again) * (exposed + merged)
 
 
-def _pipeline_parts(
+def _pipeline_idle_s(
     facts: ModelFacts,
     split: WorkSplit,
     recipe: Recipe,
     rates: DeviceRates,
-    busiest: StageLoad,
-    loads: Iterable[tuple[int, StageLoad]],
-) -> dict[str, float]:
+    stages: Sequence[tuple[StageAssignment, StageLoad]],
+) -> tuple[float, float]:
     """Return the bubble and the exposed sends of the schedule.
 
     Ranks may differ in the time they take to fill and drain.
     """
-    schedule = SCHEDULES[split.schedule]
-    others = sum(count * load.total_s for count, load in loads) - busiest.total_s
+    schedule, busiest = SCHEDULES[split.schedule], stages[0][1]
+    others = _mean_load_s(stages) * split.pp - busiest.total_s
     uniform = schedule.idle_s(split.pp, split.microbatches, split.stages, busiest.stage) / (
         busiest.total_s or 1.0
     )
@@ -384,13 +390,30 @@ def _pipeline_parts(
     size /= split.tp if recipe.scatter or recipe.splits_sequence(split.cp) else 1
     group = rank_group(2, split.dp * split.cp * split.tp, rates.per_node)
     send = rates.collective_s("send", size, 2, group.together)
-    bubble = uniform * others / (split.pp - 1)
-    if rates.crowd > 1:  # an idle rank leaves its core to the ranks that share it
-        bubble = max(0.0, bubble / rates.crowd - (1 - 1 / rates.crowd) * split.microbatches * busiest.total_s)
-    return {
-        "pipeline bubble": bubble,
-        "pipeline sends": schedule.exposed_sends(split.pp, split.microbatches, split.stages) * send,
-    }
+    sends = schedule.exposed_sends(split.pp, split.microbatches, split.stages) * send
+    return uniform * others / (split.pp - 1), sends
+
+
+def _mean_load_s(stages: Sequence[tuple[StageAssignment, StageLoad]]) -> float:
+    """Return the seconds of a micro-batch, as the mean over the ranks of a pipeline."""
+    ranks = sum(assigned.count for assigned, _ in stages)
+    return sum(assigned.count * load.total_s for assigned, load in stages) / ranks
+
+
+def share_cores(
+    microbatches: int, busiest_s: float, mean_s: float, bubble_s: float, crowd: float
+) -> tuple[float, float]:
+    """Return the share of the busiest rank's seconds that remains, and the bubble, if ranks share cores.
+
+    A rank that waits leaves its core to others. So a step takes as long as the work of all ranks on all
+    cores, or as the critical path if each of its ranks had a core.
+
+    busiest_s, mean_s: seconds of a micro-batch on the busiest and the mean rank; these and bubble_s are of
+    ranks that always share. crowd: ranks per core.
+    """
+    busy_s = microbatches * busiest_s
+    step_s = max(microbatches * mean_s, (busy_s + bubble_s) / crowd)
+    return min(1.0, step_s / (busy_s or 1.0)), max(0.0, step_s - busy_s)
 
 
 def _data_parts(
