@@ -67,6 +67,11 @@ def test_estimate_on_the_back_of_an_envelope(tmp_path: Path) -> None:
     found = succeed(*words, "--instance", "NC6s_v3:3y", at=tmp_path).out
     assert "355 years of one device" in found
     assert "355 × 365 × 24 h × 0.9792 = 3,045,116" in found
+    words = ("plan", "--model", "gpt3", "--achieved", "100", "--tokens", "15e9", "--instance", "NC6s_v3:3y")
+    assert "4.98 × 365 × 24 h × 0.9792 = 42,717" in succeed(*words, at=tmp_path).out  # not that of 4 years
+    done = paceline("plan", "--model", "gpt3", "--achieved", "126", *words[5:], at=tmp_path)
+    assert done.status == 2
+    assert "--achieved 126 is more than the peak of NVIDIA V100 PCIe 16 GB, " in done.err
 
 
 def test_an_instance_determines_price_and_devices(tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ def plan(
             "--co2": co2,
         }
         _refuse("--achieved estimates from a rate that you know", unused)
+        _check_rate(achieved, machines[0].cluster)
         query = read_query(target, model, batch or 1, seq, precision, set, lora=lora)
         notes = _compare_allocation(query, tokens) if compute_optimal else []
         print_parts(*_estimate(query, achieved, tokens, ranks, machines[0].price), *notes)
@@ -289,6 +290,21 @@ def _measure(
     return as_tree(measure_best_plans(request, ranks or request.cluster.devices, count, cluster, where))
 
 
+def _check_rate(achieved: float, cluster: str | None) -> None:
+    """Raise SpecError if the devices of the named cluster cannot compute `achieved` TFLOP/s."""
+    from paceline.cli.options.plan_inputs import find_cluster
+
+    if cluster is None:
+        return
+    device = find_cluster(cluster).device
+    peak = max((fact.value for fact in device.peaks_flops.values()), default=None)
+    if peak is not None and achieved * 1e12 > peak:
+        raise SpecError(
+            f"--achieved {achieved:g} is more than the peak of {device.name}, {peak / 1e12:g} TFLOP/s; give "
+            f"what a training reaches, usually a third to a half of it"
+        )
+
+
 def _estimate(
     query: "PlanQuery", achieved: float, tokens: float | None, ranks: int | None, price: float | None
 ) -> list[str]:
@@ -299,7 +315,8 @@ def _estimate(
     params, frozen = query.facts.active_params, query.facts.frozen_params
     found = estimate_training(params, tokens, achieved * 1e12, price, frozen)
     years = found.device_years
-    duration = f"{int(years):,} years" if years >= 1 else f"{365 * years:,.2f} days"
+    billed = f"{found.billed_years:,.{0 if years >= 100 else 2}f}"
+    duration = f"{billed} years" if years >= 1 else f"{365 * years:,.2f} days"
     kind = "active parameters" if params < query.facts.params else "parameters"
     factors = f"6 × {params:.4g} {kind}"
     if frozen:
@@ -311,7 +328,7 @@ def _estimate(
     if ranks is not None:
         lines.append(f"on {ranks:,} devices: {365 * years / ranks:,.2f} days")
     if found.price is not None:
-        term = f"{int(years):,} × 365 × 24 h" if years >= 1 else f"{8760 * years:,.2f} h"
+        term = f"{billed} × 365 × 24 h" if years >= 1 else f"{8760 * years:,.2f} h"
         lines.append(f"{term} × {price:g} = {found.price:,.0f}")
     return lines
 

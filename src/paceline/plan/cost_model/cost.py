@@ -173,11 +173,13 @@ class Estimate(NamedTuple):
 
     Frozen parameters have 4, since their gradients are not computed.
 
-    device_years: of 365 days. price: of the whole years, or of less than one.
+    device_years: of 365 days. billed_years: the same, without the fraction of a year from 100 years on, which
+    is less than the estimate is worth. price: of the billed years.
     """
 
     flops: float
     device_years: float
+    billed_years: float
     price: float | None
 
 
@@ -190,5 +192,6 @@ def estimate_training(
     """
     flops = (6 * params - 2 * frozen) * tokens
     years = flops / flops_per_s / (365 * 86400)
-    billed = float(int(years)) or years
-    return Estimate(flops, years, billed * 365 * 24 * price_per_hour if price_per_hour is not None else None)
+    billed = float(int(years)) if years >= 100 else round(years, 2) if years >= 1 else years
+    price = billed * 365 * 24 * price_per_hour if price_per_hour is not None else None
+    return Estimate(flops, years, billed, price)

@@ -129,7 +129,9 @@ def find_best_plans(
     if where and not found.fitting:
         rule = ",".join(map(str, where))
         if not found.rejected:
-            raise PlanError(f"no plan for {count} ranks and a batch of {batch} satisfies --where {rule}")
+            raise PlanError(
+                f"no plan for {count} ranks and a batch of {batch} satisfies --where {rule}; loosen it"
+            )
         raise PlanError(
             f"no plan with {rule} fits; the leanest, {found.rejected[0].plan}, {found.rejected[0].reason}; "
             f"loosen --where"
