@@ -31,11 +31,13 @@ from paceline.bench.collectives.request import (
     parse_counts,
 )
 from paceline.bench.collectives.workers import run_all_workers
+from paceline.bench.report.busbw import _list_looks, draw
 from paceline.bench.report.collectives import show
 from paceline.bench.result import Result, read
 from paceline.cli.measure.bench import collectives
 from paceline.distributed.world import read_world
 from paceline.errors import BenchError, Error
+from paceline.plotting.figure import COLOURS
 
 pytestmark = pytest.mark.processes
 # Written by hand, rank by rank: not the functions of the package.
@@ -82,6 +84,37 @@ def test_every_reduction_is_correct_on_gloo(size: int) -> None:
     assert {name for name in REDUCTIONS if name.startswith("all-reduce")} <= measured
     left_out = {item.split()[1] for item in items if isinstance(item, str) and "is left out" in item}
     assert measured | left_out == {*REDUCTIONS}
+
+
+@pytest.mark.mpi("mpirun")
+def test_an_operation_that_a_back_end_lacks_is_reported(tmp_path: Path) -> None:
+    """MPI has no average."""
+    words = ("--backends", "gloo,mpi", "--operations", "all-reduce-average,all-reduce-max")
+    more = ("--ranks", "2", "--sizes", "1KiB", "--seconds", "0.005")
+    done = succeed("bench", "collectives", *words, *more, "--json", "a.json", at=tmp_path)
+    assert "mpi all-reduce-average is left out: mpi has no such operation" in done.out
+    assert done.out.count("no such operation") == 1
+    rows = read(tmp_path / "a.json", "collectives").rows
+    assert {(row["operation"], row["backend"]) for row in rows} == {
+        ("all-reduce-average", "gloo"),
+        ("all-reduce-max", "gloo"),
+        ("all-reduce-max", "mpi"),
+    }
+
+
+def test_every_series_of_a_picture_looks_different(tmp_path: Path) -> None:
+    """More series than colours have other markers, and the sizes of an axis do not touch."""
+    timing = {"p95_s": 1.0, "wrong": 0, "busbw_GBps": 0.5}
+    rows = [
+        {**row, **timing, "dtype": dtype}
+        for dtype in ("fp32", "fp16", "bf16", "int8", "uint8")
+        for row in make_rows({2: 1.5e-4, 4: 2.5e-4}, "all-reduce")
+    ]
+    result = Result(kind="collectives", settings={"ranks": [2, 4]}, rows=tuple(rows), summary=fit_rows(rows))
+    draw(result, tmp_path / "a.svg")
+    assert "fp16" in (tmp_path / "a.svg").read_text()
+    looks = _list_looks()
+    assert len({*looks}) == len(looks) > len(COLOURS)
 
 
 @pytest.mark.slow

@@ -100,6 +100,10 @@ def measure_rows(request: CollectiveRequest, rank: Rank) -> Iterator[Row | str]:
     axes, notes = find_axes(request.axes, request.plan, rank.hosts)
     yield from (f"{backend.name}: {backend.about}" for backend in rank.backends)
     yield from notes
+    for name in request.operations:
+        for backend in rank.backends:
+            if name not in backend.in_place and name not in backend.out_of_place:
+                yield f"{backend.name} {name} is left out: {backend.name} has no such operation"
     reported = set()
     for case in _build_cases(request, axes, rank.backends):
         row = _measure_case(case, rank, Budget(seconds=request.seconds, warmup_s=request.seconds / 4))

@@ -15,6 +15,9 @@ from paceline.units import format_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+SHAPES = (("o", "-"), ("^", "--"), ("s", ":"), ("D", "-."))  # markers and styles of lines
+MAX_SIZES = 5  # labels of an axis, which must not touch
+
 
 def draw(result: Result, path: Path) -> None:
     """Draw a panel for each operation, with points (measured) and a line (fitted) for each series.
@@ -35,7 +38,7 @@ def draw(result: Result, path: Path) -> None:
     ]
     series_keys = differing or ["backend"]
     series_names = dict.fromkeys(_series_name(row, series_keys) for row in rows)
-    colours = dict(zip(series_names, cycle(COLOURS), strict=False))
+    looks = dict(zip(series_names, cycle(_list_looks()), strict=False))
     columns = min(3, len(names))
     height = -(-len(names) // columns)
     with figure(path, 4.2 * columns + 0.4, 3.0 * height + 1.2) as drawn:
@@ -43,7 +46,7 @@ def draw(result: Result, path: Path) -> None:
         for unused in panels.flat[len(names) :]:
             unused.set_visible(False)
         for name, axes in zip(names, panels.flat, strict=False):
-            for series, colour in colours.items():
+            for series, look in looks.items():
                 measured, fits = (
                     [
                         row
@@ -52,9 +55,10 @@ def draw(result: Result, path: Path) -> None:
                     ]
                     for table in (rows, result.summary)
                 )
-                _draw_series(axes, measured, fits, series, colour)
+                _draw_series(axes, measured, fits, series, look)
             axes.set(title=name, yscale="log")
             axes.set_xscale("log", base=2)
+            axes.xaxis.get_major_locator().set_params(numticks=MAX_SIZES)
             axes.xaxis.set_major_formatter(lambda size, _: format_bytes(size).replace(".0 ", " "))
             axes.grid(alpha=0.25)
         drawn.supylabel("busbw, GB/s (10⁹)")
@@ -73,6 +77,11 @@ def draw(result: Result, path: Path) -> None:
         )
 
 
+def _list_looks() -> list[tuple[str, str, str]]:
+    """Return colours, markers and styles of lines: another marker and style when all colours are used."""
+    return [(colour, *shape) for shape in SHAPES for colour in COLOURS]
+
+
 def _series_name(row: Row, keys: Sequence[str]) -> str:
     words: dict[Any, str] = {"in": "in place", "out": "out of place"}
     return ", ".join(
@@ -80,9 +89,12 @@ def _series_name(row: Row, keys: Sequence[str]) -> str:
     )
 
 
-def _draw_series(axes: "Axes", rows: Sequence[Row], fits: Sequence[Row], series: str, colour: str) -> None:
+def _draw_series(
+    axes: "Axes", rows: Sequence[Row], fits: Sequence[Row], series: str, look: tuple[str, str, str]
+) -> None:
     if not rows:
         return
+    colour, marker, line = look
     rows = sorted(rows, key=lambda row: _number(row["bytes"]))
     sizes, medians = [_number(row["bytes"]) for row in rows], [_number(row["busbw_GBps"]) for row in rows]
     down_to_p95 = [
@@ -93,7 +105,7 @@ def _draw_series(axes: "Axes", rows: Sequence[Row], fits: Sequence[Row], series:
         sizes,
         medians,
         yerr=[down_to_p95, [0.0] * len(rows)],
-        fmt="o",
+        fmt=marker,
         markersize=3.5,
         linewidth=0.8,
         color=colour,
@@ -107,6 +119,7 @@ def _draw_series(axes: "Axes", rows: Sequence[Row], fits: Sequence[Row], series:
             points,
             [factor * size / (_number(fit["alpha_s"]) + per_byte * size) / 1e9 for size in points],
             lw=1,
+            ls=line,
             color=colour,
         )
 
