@@ -140,6 +140,22 @@ def test_unknown_device_family_is_reported_as_guess():
     assert not predict(load_model("gpt2"), parse("single"), make_cluster(1, 1), 8).time.extrapolated
 
 
+def test_extrapolated_predictions_have_wider_bars():
+    """The error is common to all plans of the devices, so plans are compared without it."""
+
+    def errors(name: str) -> tuple[float, float]:
+        device = make_cluster(1).device.model_copy(update={"name": name})
+        cluster = make_cluster(1, 1).model_copy(update={"device": device})
+        time = predict(load_model("gpt2"), parse("single"), cluster, 8).time
+        return time.error, time.error_of_plan
+
+    fitted, of_plan = errors("NVIDIA A100 SXM4 80 GB")
+    assert fitted == of_plan
+    assert errors("AMD MI300X")[0] > 1.3 * fitted
+    assert errors("abacus")[0] > errors("AMD MI300X")[0]
+    assert errors("abacus")[1] < 1.5 * of_plan
+
+
 def test_small_products_are_slower():
     on = device_rates(make_cluster(8), ranks=8)
     rates = [2 * n**3 / product_s(on, "bf16", n, n, n) for n in (256, 1024, 4096, 16384)]

@@ -47,6 +47,7 @@ class TimeCost:
     """Time of one step.
 
     The parts add up to it. flops: of the model on one rank; hardware_flops: with recomputation.
+    extrapolation_error: relative, common to all plans, of a device or a size that nothing was fitted to.
     """
 
     parts: tuple[CostPart, ...]
@@ -56,6 +57,7 @@ class TimeCost:
     samples: float
     peak_flops: float | None
     guesses: tuple[str, ...] = ()
+    extrapolation_error: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -64,6 +66,11 @@ class TimeCost:
     @property
     def error(self) -> float:
         """Standard deviation relative to `step_s`."""
+        return hypot(self.error_of_plan, self.extrapolation_error)
+
+    @property
+    def error_of_plan(self) -> float:
+        """The part of the error that differs between plans on the same devices."""
         return hypot(RUN_NOISE, _combined_error(self.parts, self.step_s))
 
     @property

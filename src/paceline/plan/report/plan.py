@@ -199,7 +199,7 @@ def describe_overlap(results: BestPlans, unranked: IndistinctPlans) -> str:
         )
     return (
         f"{unranked.count:,} of {len(results.plans):,} plans cannot be ranked: their error bars overlap"
-        f" that of the first, ±{cost.time.error:.0%}, {why} with: {unranked.measure}"
+        f" that of the first, ±{cost.time.error_of_plan:.0%}, {why} with: {unranked.measure}"
     )
 
 

@@ -42,8 +42,8 @@ def count_overlapping(plans: Sequence[tuple[Plan, Cost]]) -> int:
     plans: fastest first.
     """
     first = plans[0][1]
-    longest_s = first.step_s * (1 + first.time.error)
-    return 1 + sum(cost.step_s * (1 - cost.time.error) < longest_s for _, cost in plans[1:])
+    longest_s = first.step_s * (1 + first.time.error_of_plan)
+    return 1 + sum(cost.step_s * (1 - cost.time.error_of_plan) < longest_s for _, cost in plans[1:])
 
 
 def find_largest_error(cost: Cost) -> str | None:
