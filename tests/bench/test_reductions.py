@@ -110,9 +110,15 @@ def test_every_series_of_a_picture_looks_different(tmp_path: Path) -> None:
         for dtype in ("fp32", "fp16", "bf16", "int8", "uint8")
         for row in make_rows({2: 1.5e-4, 4: 2.5e-4}, "all-reduce")
     ]
-    result = Result(kind="collectives", settings={"ranks": [2, 4]}, rows=tuple(rows), summary=fit_rows(rows))
+    result = Result(
+        kind="collectives",
+        keys=("operation", "ranks", "dtype", "bytes"),
+        settings={"ranks": [2, 4]},
+        rows=tuple(rows),
+        summary=fit_rows(rows),
+    )
     draw(result, tmp_path / "a.svg")
-    assert "fp16" in (tmp_path / "a.svg").read_text()
+    assert "4 ranks, uint8" in (tmp_path / "a.svg").read_text()
     looks = _list_looks()
     assert len({*looks}) == len(looks) > len(COLOURS)
 
