@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paceline import task as tasks
 from paceline.distributed.world import read_world
 from paceline.errors import LaunchError, RankError, SpecError
+from paceline.launch.interrupt import shorten_interrupt
 from paceline.user_code import UserCode
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def spawn(function: Callable[..., T], ranks: int, *args: Any, timeout_s: float |
     content = _pack(function, ranks, args, timeout_s)
     from paceline.launch.rank_pool import Ranks, keep_server
 
-    with Ranks(ranks) as pool:
+    with shorten_interrupt(), Ranks(ranks) as pool:
         pool.start()
         keep_server()
         with _show_output(pool):

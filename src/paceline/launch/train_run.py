@@ -25,6 +25,7 @@ from paceline.doctor.rank_state import read_heartbeats
 from paceline.errors import Error, LaunchError, RankError, RunError, SpecError, TaskError
 from paceline.events import Event, Failed, Noted, Started, Step
 from paceline.files import reason
+from paceline.launch.interrupt import shorten_interrupt
 from paceline.launch.sent_task import send_task
 from paceline.launch.spawn import Child
 from paceline.plan.plan import Plan
@@ -99,7 +100,8 @@ def train(
                 f"observe is called on the ranks, which are other processes with ranks={ranks}; leave out "
                 "one of them, or start this script with torchrun"
             )
-        yield from _train_on_ranks(spec, plan, ranks, task, run, device, restarts, stop, monitor)
+        with shorten_interrupt():
+            yield from _train_on_ranks(spec, plan, ranks, task, run, device, restarts, stop, monitor)
         return
     _check_own_world(world, ranks, restarts)
     from paceline.training.train import train as train_rank
