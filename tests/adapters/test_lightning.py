@@ -246,6 +246,100 @@ REFUSED = {
         "training_step takes optimizer_idx",
     ),
     "nothing": ("def training_step(self, batch, batch_idx):\n        return None", "returned no loss"),
+    "last": (
+        "def validation_step(self, batch, batch_idx):\n"
+        "        self.log('last', self(batch[0]).mean(), False, None, True, False)",
+        "log('last', on_epoch=False) in validation_step keeps the value of a single batch",
+    ),
+    "table": (
+        "def validation_step(self, batch, batch_idx):\n"
+        "        self.log_dict({'worst': self(batch[0]).max()}, False, None, None, None, 'max')",
+        "log('worst', reduce_fx=max): Paceline averages",
+    ),
+    "weight": (
+        "def training_step(self, batch, batch_idx):\n"
+        "        loss = self(batch[0]).mean()\n"
+        "        self.log('a', loss, batch_size=3)\n"
+        "        return loss",
+        "log('a', batch_size=3) weighs a value by another number than the 4 samples",
+    ),
+    "shape": (
+        "def validation_step(self, batch, batch_idx):\n        self.log('a', self(batch[0]))",
+        "log('a') of a tensor of shape (4, 1)",
+    ),
+    "kept": (
+        "def validation_step(self, batch, batch_idx):\n        import torchmetrics\n"
+        "        self.log('a', torchmetrics.MeanMetric())",
+        "log('a') of the metric MeanMetric",
+    ),
+    "iterator": (
+        "def training_step(self, dataloader_iter):\n        return self(next(dataloader_iter)[0]).mean()",
+        "training_step takes dataloader_iter",
+    ),
+    "instance": (
+        "def __init__(self, *a):\n        super().__init__(*a)\n        self.on_train_start = print",
+        "defines on_train_start",
+    ),
+    "first version": ("def validation_epoch_end(self, outputs): pass", "defines validation_epoch_end"),
+    "state": ("def on_save_checkpoint(self, checkpoint): pass", "keep the state in a buffer"),
+    "logger": (
+        "def training_step(self, batch, batch_idx):\n        self.logger.log_metrics({})",
+        "uses trainer.logger",
+    ),
+    "print": (
+        "def training_step(self, batch, batch_idx):\n        self.print('here')",
+        "uses trainer.",
+    ),
+    "optimizers": (
+        "def training_step(self, batch, batch_idx):\n        self.optimizers().step()",
+        "uses trainer.",
+    ),
+    "text": (
+        "def training_step(self, batch, batch_idx):\n        return 'loss'",
+        "returned str as its loss; return a tensor",
+    ),
+    "no step": ("training_step = L.LightningModule.training_step", "has no training_step"),
+    "no optimizer": (
+        "configure_optimizers = L.LightningModule.configure_optimizers",
+        "has no configure_optimizers",
+    ),
+    "other optimizer": (
+        "def configure_optimizers(self):\n        return 'sgd'",
+        "must return an optimizer of torch, got str",
+    ),
+    "buffer": (
+        "validation_step = L.LightningModule.validation_step\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        self.frozen.bias.add_(1)\n"
+        "        return self(batch[0]).square()",
+        "training_step changes 'frozen.bias', also in an evaluation",
+    ),
+    **{
+        name: (
+            "def configure_optimizers(self):\n"
+            "        groups = [{'params': [p], 'lr': 1} for p in self.net.parameters()]\n"
+            "        groups[3]['lr'] = RATE\n"
+            "        o, s = torch.optim.SGD(groups), torch.optim.lr_scheduler\n"
+            "        return {'optimizer': o, 'lr_scheduler': {'scheduler': SCHEDULER, TABLE}}".replace(
+                "RATE", rate
+            )
+            .replace("SCHEDULER", scheduler)
+            .replace("TABLE", table),
+            words,
+        )
+        for name, rate, scheduler, table, words in (
+            ("interval", "1", "s.StepLR(o, 1)", "'interval': 'batch'", "interval must be 'step' or 'epoch'"),
+            ("frequency", "1", "s.StepLR(o, 1)", "'interval': 'step', 'frequency': 2", "frequency=2 with"),
+            ("zero", "0.0", "s.StepLR(o, 1)", "'interval': 'step'", "for a learning rate of 0"),
+            (
+                "groups",
+                "1",
+                "s.LambdaLR(o, [lambda n: 1 / (n + 1)] * 3 + [lambda n: 1])",
+                "'interval': 'step'",
+                "a LambdaLR with different factors for parameter groups",
+            ),
+        )
+    },
     "metric": (
         "def __init__(self, *a):\n        super().__init__(*a)\n        import torchmetrics\n"
         "        self.acc = torchmetrics.MeanMetric()",
@@ -276,6 +370,26 @@ def test_what_needs_the_trainer_is_refused_by_name(case, tmp_path, monkeypatch):
     spec = Spec(task="lit:Net", steps=2, batch=4)
     with pytest.raises(TaskError, match=re.escape(words)):
         list(train(spec, task=Net))
+
+
+def test_all_hooks_of_a_training_are_refused():
+    import lightning.pytorch as pl
+    from lightning.pytorch.core import hooks
+
+    from paceline.adapters.lightning_module import UNUSED_HOOKS, check_module
+
+    names: dict = {"__name__": "lit"}
+    exec(MODULE, names)
+    found = {
+        name for kind in (hooks.ModelHooks, hooks.DataHooks, hooks.CheckpointHooks) for name in vars(kind)
+    }
+    used = {name for name in found if not name.startswith(("_", "on_test_", "on_predict_"))} - UNUSED_HOOKS
+    assert {"on_fit_start", "on_before_zero_grad", "on_train_batch_end", "on_validation_end"} <= used
+    for name in used:
+        kind = type("Mine", (names["Lit"],), {name: lambda self, *given: None})
+        with pytest.raises(TaskError, match=f"Mine defines {name}, which the Trainer of Lightning calls"):
+            check_module(kind(4), pl.LightningModule)
+    check_module(names["Lit"](4), pl.LightningModule)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -22,17 +22,21 @@ CALLED_BY_TRAINER = (
     "lr_scheduler_step",
     "optimizer_step",
     "optimizer_zero_grad",
+    "training_epoch_end",  # of Lightning 1, as the next
+    "validation_epoch_end",
 )
 # A task has its own samples, and never tests.
 UNUSED_HOOKS = {
     *("prepare_data", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
-    *("teardown", "on_save_checkpoint", "on_load_checkpoint"),
+    "teardown",
 }
 UNUSED_PREFIXES = ("on_test_", "on_predict_")
 HINTS = {
     "configure_gradient_clipping": "use --set optimizer.clip=1",
     "configure_model": "build the layers in __init__",
     "setup": "build the layers in __init__, and the samples in dataset()",
+    "on_load_checkpoint": "keep the state in a buffer, which checkpoints have",
+    "on_save_checkpoint": "keep the state in a buffer, which checkpoints have",
     "on_after_batch_transfer": "define batch_transform(batch, rng) of the task",
     "optimizer_step": "use a schedule, or Update of paceline.updates",
 }
@@ -93,7 +97,7 @@ def check_module(module: Any, base: Any) -> None:
     for hook in (*CALLED_BY_TRAINER, *hooks):
         if hook in UNUSED_HOOKS or hook.startswith(UNUSED_PREFIXES):
             continue
-        if getattr(kind, hook, None) is not getattr(base, hook, None):
+        if hook in vars(module) or getattr(kind, hook, None) is not getattr(base, hook, None):
             hint = HINTS.get(hook, "leave it out, or write a task (docs/tasks.md)")
             raise TaskError(
                 f"{name} defines {hook}, which the Trainer of Lightning calls and Paceline does not; {hint}"
@@ -168,11 +172,15 @@ class _StepAsForward:
         self._samples = count_samples(batch)
         self._in_step = True
         try:
-            if self.training or not _has_validation_step(module):
-                loss = _find_loss(_call_step(module.training_step, batch))
-                output: dict[str, Any] = {"loss": loss, "logged": {}, "returned": {}}
-            else:
+            if _has_validation_step(module) and not self.training:
                 output = self._validate(batch)
+            else:
+                result = (
+                    _call_step(module.training_step, batch)
+                    if self.training
+                    else _call_unchanged(module, batch)
+                )
+                output = {"loss": _find_loss(result), "logged": {}, "returned": {}}
         finally:
             self._in_step, self._in_validation, self._logged = False, False, {}
         if output["loss"] is None:
@@ -196,8 +204,14 @@ class _StepAsForward:
 
     def log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
         """Keep a value as a metric of the validation; of the training, Paceline reports the losses."""
-        # positional: prog_bar, logger, on_step, on_epoch, reduce_fx
-        reduce_fx = args[4] if len(args) > 4 else kwargs.get("reduce_fx", "mean")
+        options = dict(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False))
+        options |= kwargs
+        if self._in_validation and options.get("on_epoch") is False:
+            raise TaskError(
+                f"log({name!r}, on_epoch=False) in validation_step keeps the value of a single batch, and "
+                "Paceline averages over the samples; leave out on_epoch"
+            )
+        reduce_fx = options.get("reduce_fx", "mean")
         if self._in_validation and reduce_fx not in ("mean", "avg", torch.mean):
             shown = getattr(reduce_fx, "__name__", reduce_fx)
             raise TaskError(
@@ -209,6 +223,11 @@ class _StepAsForward:
                 f"log({name!r}, batch_size={batch_size}) weighs a value by another number than the "
                 f"{self._samples} samples of the batch; return it by item in metrics() of the task"
             )
+        if callable(getattr(value, "compute", None)):
+            raise TaskError(
+                f"log({name!r}) of the metric {type(value).__name__}, which the Trainer of Lightning "
+                "computes and resets; return it from metrics() of the task, updated with the batch"
+            )
         number = torch.as_tensor(value).detach()
         if number.numel() != 1:
             raise TaskError(
@@ -218,9 +237,7 @@ class _StepAsForward:
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         for name, value in dictionary.items():
-            self.log(
-                name, value, **{key: kwargs[key] for key in ("batch_size", "reduce_fx") if key in kwargs}
-            )
+            self.log(name, value, *args, **kwargs)
 
 
 @functools.cache
@@ -237,6 +254,11 @@ def _has_validation_step(module: Any) -> bool:
 def _call_step(step: Callable[..., Any], batch: Any) -> Any:
     """Call a step, with batch_idx if it takes it."""
     needed = [p for p in inspect.signature(step).parameters.values() if p.default is p.empty]
+    if any(p.name == "dataloader_iter" for p in needed):
+        raise TaskError(
+            f"{getattr(step, '__name__', 'a step')} takes dataloader_iter, which reads batches by itself; "
+            "take a batch"
+        )
     takes_index = len(inspect.signature(step).parameters) > 1
     if len([p for p in needed if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]) > 2:
         raise TaskError(
