@@ -1,5 +1,6 @@
 """paceline lesson: the list, pages, notebooks, and bad input."""
 
+import ast
 import functools
 import io
 import json
@@ -26,7 +27,7 @@ from paceline.lesson.exercise import read_cell
 from paceline.lesson.html_page import build_page
 from paceline.lesson.notebook import build_notebook
 from paceline.lesson.outputs import check, shown_by
-from paceline.lesson.terminal_text import format_block, style_block
+from paceline.lesson.terminal_text import format_block, style_block, wrap_code
 from pages import ROOT, read_blocks
 
 PAGE = read_blocks("docs/lessons.md")
@@ -204,6 +205,30 @@ def test_wide_tables_wrap_their_cells():
     values = re.findall(r"[\d,]+\.?\d*", " ".join(line[8:] for line in lines[3:-2]))
     assert len(values) == 30
     assert lines[-2].split() == ["1", "2"]
+
+
+def test_tables_of_many_columns_fit():
+    row = (0, *[[0, 24, 120, 360]] * 6)
+    table = LessonTable("reductions", ("rank", "before", "SUM", "MIN", "MAX", "PRODUCT", "AVG"), (row,))
+    assert max(map(len, format_block(table).splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_long_code_is_broken_without_a_change(name):
+    for cell in find_lesson(name).cells:
+        broken = wrap_code(cell.code)
+        assert ast.dump(ast.parse(broken)) == ast.dump(ast.parse(cell.code))
+        assert len(broken) >= len(cell.code.rstrip("\n"))
+
+
+def test_code_is_broken_in_brackets_only():
+    line = "x, whole = torch.zeros(2), torch.tensor([[10.0 * part, 10.0 * part + 1] for part in range(size)])"
+    assert wrap_code(line).splitlines() == [
+        "x, whole = torch.zeros(2), torch.tensor([[10.0 * part, 10.0 * part + 1]",
+        "    for part in range(size)])",
+    ]
+    for whole in ("a = 1", f"text = '{'word, ' * 20}'", f"first = {'value + ' * 12}1, 2"):
+        assert wrap_code(whole) == whole
 
 
 @pytest.mark.processes

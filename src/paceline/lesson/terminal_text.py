@@ -1,8 +1,10 @@
 """The blocks of a lesson as text for a terminal."""
 
+import io
 import itertools
 import re
 import textwrap
+import tokenize
 from typing import TYPE_CHECKING
 
 from paceline.lesson.blocks import (
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 WIDTH = 80
-MIN_CELL = 12  # to which a column of a wide table may shrink
+BREAKS = ("for", "if", "else", "and", "or")  # before which code in brackets may be broken
+MIN_CELL = 9  # to which a column of a wide table may shrink
 
 
 def format_block(block: Block) -> str:
@@ -30,7 +33,7 @@ def format_block(block: Block) -> str:
         case LessonText():
             return format_text(block.text)
         case LessonCode():
-            return textwrap.indent(block.code, "    ") + "\n\n"
+            return textwrap.indent(wrap_code(block.code), "    ") + "\n\n"
         case LessonPrint():
             return block.text.rstrip("\n") + "\n\n"
         case LessonTable():
@@ -87,6 +90,35 @@ def _wrap(paragraph: str) -> str:
         textwrap.fill(words, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
         + "\n"
     )
+
+
+def wrap_code(code: str) -> str:
+    """Return code with lines that fit into the indented block where brackets allow a break.
+
+    The result is the same program. Long strings and comments stay as they are.
+    """
+    places: dict[int, list[int]] = {}  # columns before which a line may be broken
+    depth = strings = 0
+    before = ""
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if depth and not strings and (before == "," or token.string in BREAKS):
+            places.setdefault(token.start[0], []).append(token.start[1])
+        kind, before = tokenize.tok_name[token.type], token.string
+        strings += (kind == "FSTRING_START") - (kind == "FSTRING_END")  # since Python 3.12
+        if kind == "OP":
+            depth += (before in "([{") - (before in ")]}")
+    lines = code.splitlines()
+    return "\n".join(_break(line, places.get(number, [])) for number, line in enumerate(lines, 1))
+
+
+def _break(line: str, places: list[int]) -> str:
+    indent = len(line) - len(line.lstrip()) + 4
+    parts, begin, room = [], 0, WIDTH - 4  # of the indent of the block
+    for place, following in itertools.pairwise([*places, len(line)]):
+        if following - begin > room and len(line) - begin > room and place > begin:
+            parts.append(line[begin:place].rstrip())
+            begin, room = place, WIDTH - 4 - indent
+    return f"\n{' ' * indent}".join([*parts, line[begin:]])
 
 
 def format_table(shown: LessonTable) -> str:
