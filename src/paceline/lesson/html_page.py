@@ -19,6 +19,7 @@ from paceline.lesson.blocks import (
     LessonText,
     format_value,
 )
+from paceline.lesson.terminal_text import wrap_code
 
 NUMBER = ' class="number"'
 
@@ -62,7 +63,7 @@ def _build_block(block: Block) -> str:
         case LessonText():
             return build_text(block.text)
         case LessonCode():
-            return _highlight(block.code)
+            return _highlight(wrap_code(block.code))
         case LessonPrint():
             return f'<pre class="printed">{escape(block.text)}</pre>\n'
         case LessonTable():
