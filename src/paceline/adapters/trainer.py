@@ -9,6 +9,7 @@ for event in paceline.train(spec, task=task, ranks=2, plan="zero3"):
 
 import atexit
 import copy
+import dataclasses
 import inspect
 import shutil
 import tempfile
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.adapters.trainer_losses import IGNORED, LOSSES, Loss
+from paceline.adapters.trainer_losses import IGNORED, LOSSES, SAMPLE_LOSSES, Loss
 from paceline.errors import TaskError
 from paceline.hf.folder import import_transformers
 from paceline.task import MapDataset, Task
@@ -28,6 +29,7 @@ from paceline.task import MapDataset, Task
 HINTS = {
     "args": "its settings are those of paceline.Spec (docs/from-hf-trainer.md)",
     "model_init": "pass the model that it returns",
+    "gradient_accumulation_steps": "use the plan key microbatches, and the batch of all ranks as Spec.batch",
     "processing_class": "pass data_collator=DataCollatorWithPadding(…)",
     "tokenizer": "pass data_collator=DataCollatorWithPadding(…)",
     "compute_loss_func": "define loss(output, batch) of a TrainerTask",
@@ -47,8 +49,12 @@ class TrainerTask(Task):
     collator of transformers. The loss is that of the model:
     the mean over all tokens with a label, or over the samples, of the global batch.
 
+    label_smoothing_factor: that of TrainingArguments.
+
     Raises TaskError for a model whose loss is none of those; such a task defines `loss`.
     """
+
+    label_smoothing_factor: float = 0.0
 
     def collator(self) -> Callable[[list[Any]], Mapping[str, Any]]:
         """Return the function that makes a batch; by default, `default_data_collator` of transformers."""
@@ -62,7 +68,14 @@ class TrainerTask(Task):
         if getattr(collator, "__module__", "").startswith("transformers."):
             used = {*self._facts()[1], "label", "label_ids"}  # as Trainer does by default
             samples = [{key: value for key, value in sample.items() if key in used} for sample in samples]
-        return dict(collator(samples))
+        batch = dict(collator(samples))
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and not self._facts()[0].is_by_token and labels.eq(IGNORED).any():
+            raise TaskError(
+                f"a sample has the label {IGNORED}, which excludes it from the loss; leave such samples out "
+                "of the dataset"
+            )
+        return batch
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         taken = self._facts()[1]
@@ -75,7 +88,7 @@ class TrainerTask(Task):
                 f"a batch of {type(self).__name__} has no labels, but {', '.join(sorted(batch))}; return "
                 "labels from the dataset or the collator"
             )
-        return self._facts()[0].compute(output.logits, batch["labels"])
+        return self._facts()[0].compute(output.logits, batch["labels"], self.label_smoothing_factor)
 
     def weights(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Return 1 for each token that has a label and 0 for others; None if each sample has one."""
@@ -109,11 +122,13 @@ def find_loss(model: Any) -> Loss:
             f"{type(model).__name__} adds a loss of its router (output_router_logits), which is not known "
             "for each item; set it to False in the configuration, or define loss(output, batch) in a task"
         )
-    if model.config.problem_type == "regression" and model.config.num_labels > 1:
-        raise TaskError(
-            f"{type(model).__name__} predicts {model.config.num_labels} numbers for each sample "
-            "(problem_type='regression'), which is not supported; define loss(output, batch) in a task"
+    if kind == "ForCausalLM" and "loss_function(" not in inspect.getsource(type(model).forward):
+        raise TaskError(  # BartForCausalLM, for example, does not shift its labels
+            f"{type(model).__name__} computes its loss by its own code, which may pair tokens and labels in "
+            "another way; define loss(output, batch) and weights(batch) in a task"
         )
+    if not LOSSES[kind].is_by_token:
+        return SAMPLE_LOSSES[model.config.problem_type]
     return LOSSES[kind]
 
 
@@ -183,6 +198,7 @@ def trainer_task(
     eval_dataset: MapDataset | Mapping[str, MapDataset] | None = None,
     data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
     *,
+    label_smoothing_factor: float = 0.0,
     folder: str | Path | None = None,
     **others: Any,
 ) -> TrainerTask:
@@ -192,6 +208,7 @@ def trainer_task(
     train_dataset, eval_dataset: with a length and samples by index. A dict of several datasets for
     evaluations has their splits, which `Spec.evaluate_splits` names.
     data_collator: makes a batch of samples [default: `default_data_collator`].
+    label_smoothing_factor: that of TrainingArguments.
     folder: where the weights are written, for ranks to read their shares; on several nodes, a folder that all
     of them see [default: a folder of this user, which is deleted with this process].
 
@@ -219,16 +236,49 @@ def trainer_task(
                 f"{name} has no length or no samples by index, got {type(dataset).__name__}; read a stream "
                 "into a list"
             )
+    task = ModelTask(
+        kind=type(model),
+        config=model.config,
+        weights_file="",
+        datasets={"train": train_dataset, **splits},
+        data_collator=data_collator,
+        label_smoothing_factor=label_smoothing_factor,
+    )
+    check_loss(task, model)
     if folder is None:
         folder = tempfile.mkdtemp(prefix="paceline-weights-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return ModelTask(
-        kind=type(model),
-        config=model.config,
-        weights_file=str(_write_weights(model, Path(folder))),
-        datasets={"train": train_dataset, **splits},
-        data_collator=data_collator,
-    )
+    return dataclasses.replace(task, weights_file=str(_write_weights(model, Path(folder))))
+
+
+def check_loss(task: TrainerTask, model: Any) -> None:
+    """Compare the loss of a model with the mean of the losses by item, on the first samples of a task.
+
+    Raises TaskError if they differ: the class of the model has code of its own for these labels.
+    """
+    samples: Any = task.dataset("train")
+    batch = task.collate([samples[index] for index in range(min(2, len(samples)))]) if len(samples) else {}
+    if "labels" not in batch:
+        return
+    batch = {
+        key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in batch.items()
+    }
+    was_training, problem_type = model.training, model.config.problem_type
+    try:
+        model.eval()
+        with torch.no_grad():
+            output = model(**task.inputs(batch), labels=batch["labels"])
+    finally:
+        model.train(was_training)
+        model.config.problem_type = problem_type  # transformers sets it by the labels
+    # The Trainer smooths labels, and the model does not.
+    items, weights = find_loss(model).compute(output.logits, batch["labels"], 0.0), task.weights(batch)
+    mean = items.mean() if weights is None else (items * weights).sum() / weights.sum()
+    if not torch.allclose(mean, output.loss.to(mean.dtype), rtol=1e-3, atol=1e-6, equal_nan=True):
+        raise TaskError(
+            f"{type(model).__name__} computes the loss {output.loss.item():.6g} of the first samples, and "
+            f"the losses by item have the mean {mean.item():.6g}; define loss(output, batch) in a TrainerTask"
+        )
 
 
 def _write_weights(model: nn.Module, folder: Path) -> Path:
