@@ -1,4 +1,4 @@
-"""Optimizers on parameters that need care: tied, frozen, of one element, complex, or without a gradient."""
+"""Optimizers on parameters that need care: tied, frozen, empty, of one element, complex, without gradient."""
 
 from typing import Any
 
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from harness import ranks, relative_difference, train_on_this_rank
 from models import SAMPLES, Rows, random_integers, random_normal
 from paceline import Spec, Task
-from paceline.errors import SpecError
+from paceline.errors import PlanError, SpecError
 from paceline.optimizer_options import OPTIMIZERS
-from paceline.plan.plan import ResolvedPlan
+from paceline.plan.plan import ResolvedPlan, parse
 from paceline.spec import Optimizer
+from paceline.training.model_facts.model_analysis import validate_plan
 from paceline.training.optimization.optimizer import make_optimizer
 
 OWN = ("lion", "lars", "lamb", "novograd", "adafactor", "muon", "rprop")
@@ -21,7 +22,7 @@ GROUPS = {"conv.*": {"lr": 0.002}, "hidden.weight": {"lr_scale": 3.0, "weight_de
 
 
 class Net(nn.Module):
-    """A tied embedding, a convolution, a frozen layer, and parameters of one element or complex numbers."""
+    """A tied embedding, a convolution, a frozen layer, and parameters of no or one element, or complex."""
 
     def __init__(self, has_complex: bool) -> None:
         super().__init__()
@@ -29,14 +30,14 @@ class Net(nn.Module):
         self.head.weight = self.embedding.weight
         self.conv, self.hidden = nn.Conv1d(6, 6, 3, padding=1), nn.Linear(6, 6)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.one = nn.Parameter(torch.ones(1))
+        self.one, self.empty = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(0, 6))
         self.spectrum = nn.Parameter(torch.ones(6, dtype=torch.complex64)) if has_complex else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         x_BTC = self.embedding(tokens)
         x_BTC = x_BTC + self.conv(x_BTC.transpose(1, 2)).transpose(1, 2).tanh()
         x_BTC = x_BTC + self.frozen(x_BTC).tanh() * self.one
-        x_BTC = x_BTC + self.hidden(x_BTC).tanh()
+        x_BTC = x_BTC + self.hidden(x_BTC).tanh() + self.empty.sum(0)
         if self.spectrum is not None:
             x_BTC = x_BTC * self.spectrum.real + self.spectrum.imag
         return self.head(x_BTC)
@@ -65,7 +66,7 @@ def train_each(plan: str, names: list[str], has_complex: bool = False) -> dict[s
         groups = GROUPS if name != "rprop" else {"conv.*": {"lr": 0.002}}  # has no weight decay
         spec = Spec(
             steps=5,
-            batch=8,
+            batch=12,
             seed=3,
             precision="fp64",
             optimizer=Optimizer(name=name, lr=0.01, groups=groups, **options),
@@ -99,6 +100,21 @@ def test_muon_and_lamb(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3", "tp=2"])
 def test_every_optimizer(plan: str) -> None:
     assert differences(2, plan, [*OPTIMIZERS]) == {}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", ["ddp", "zero1"])
+def test_real_and_complex_parameters(plan: str) -> None:
+    assert differences(3, plan, ["sgd", "lamb"], has_complex=True) == {}
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3", "hsdp", "dp=2,tp=2", "dp=2,pp=2,zero=2,microbatches=2"])
+def test_shards_of_real_and_complex_parameters_are_refused(plan: str) -> None:
+    spec, resolved = Spec(batch=8), parse(plan).resolve(4)
+    validate_plan(spec, resolved, Odd())
+    with pytest.raises(PlanError, match="float32 and spectrum with complex64; use ddp or zero1"):
+        validate_plan(spec, resolved, Odd(has_complex=True))
+    validate_plan(spec, ResolvedPlan(dp=4, zero=1), Odd(has_complex=True))
 
 
 def test_frozen_parameters_and_groups() -> None:

@@ -1,5 +1,6 @@
 """Sharded data parallelism: `fully_shard` over the blocks of a model."""
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from paceline.distributed.dtensor import local_tensor, storage_id
-from paceline.errors import TaskError
+from paceline.errors import PlanError, TaskError
 from paceline.plan.plan import Plan
 
 
@@ -22,12 +23,15 @@ def shard(
     mesh: DeviceMesh,
     whole: Collection[nn.Parameter] = (),
 ) -> None:
-    """Apply `fully_shard` to each unit and to `model`. Scalars and the parameters in `whole` stay whole."""
+    """Apply `fully_shard` to each unit and to `model`.
+
+    Parameters that it cannot shard and those in `whole` stay whole.
+    """
     from torch.distributed.fsdp import fully_shard  # 0.7 s to import
 
     for unit in [*units, model]:
         unit.register_forward_hook(copy_output_views)
-    ignored = find_scalars(model) | {*whole}
+    ignored = find_unshardable(model) | {*whole}
     for unit in units:
         if any(parameter not in ignored for parameter in unit.parameters()):
             fully_shard(unit, mesh=mesh, reshard_after_forward=plan.zero == 3, ignored_params=ignored)
@@ -98,9 +102,35 @@ def copy_output_views(module: nn.Module, args: Any, output: Any) -> Any:
     )
 
 
-def find_scalars(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that `fully_shard` cannot shard; each rank keeps them whole."""
-    return {parameter for parameter in model.parameters() if not parameter.dim()}
+def find_unshardable(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that `fully_shard` cannot shard; each rank keeps them whole.
+
+    torch 2.13: a unit whose parameters are all empty ends with an assertion.
+    """
+    return {parameter for parameter in model.parameters() if not parameter.dim() or not parameter.numel()}
+
+
+def check_dtypes(
+    model: nn.Module, units: Sequence[nn.Module], plan: Plan, whole: Collection[nn.Parameter] = ()
+) -> None:
+    """Raise PlanError if `shard` would shard trained parameters of different data types together."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    remaining = {*names} - find_unshardable(model) - {*whole}
+    for unit in [*units, model]:
+        own = [parameter for parameter in unit.parameters() if parameter in remaining]
+        remaining -= {*own}
+        trained = [parameter for parameter in own if parameter.requires_grad]
+        for first, other in itertools.pairwise(trained):
+            if other.dtype != first.dtype:
+                raise PlanError(
+                    f"plan {plan} shards parameters together, which must have one data type, got "
+                    f"{names[first]} with {_dtype_name(first)} and {names[other]} with {_dtype_name(other)}; "
+                    "use ddp or zero1, or another data type"
+                )
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from paceline.errors import TaskError
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.compile import recompute_and_compile
 from paceline.parallel.context.apply import ContextParallel
-from paceline.parallel.data_parallel.fsdp import copy_output_views, drop_gathered, find_scalars
+from paceline.parallel.data_parallel.fsdp import copy_output_views, drop_gathered, find_unshardable
 from paceline.parallel.data_parallel.reduced_buffers import BufferReducer
 from paceline.parallel.loss.auxiliary_loss import AuxiliaryLoss
 from paceline.parallel.loss.forward import (
@@ -132,11 +132,11 @@ class Pipeline:
             unit.register_forward_hook(copy_output_views)
         for stage in self.stages:
             in_stage = {id(module) for module in stage.parts.modules()}
-            scalars = find_scalars(stage)
+            whole = find_unshardable(stage)
             for unit in units:
                 if id(unit) in in_stage:
-                    fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, ignored_params=scalars)
-            fully_shard(stage, mesh=mesh, reshard_after_forward=False, ignored_params=scalars)
+                    fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, ignored_params=whole)
+            fully_shard(stage, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
         for stage in self.stages:
             stage.restore_shared()
         return copies

@@ -15,6 +15,7 @@ from paceline.data.fake import example_batch
 from paceline.data.samples import Batch, Samples
 from paceline.errors import PlanError
 from paceline.parallel.compile import check_compilable
+from paceline.parallel.data_parallel.fsdp import check_dtypes
 from paceline.parallel.data_parallel.reduced_buffers import check_reduced_buffers
 from paceline.parallel.loss.auxiliary_loss import check_auxiliary_loss
 from paceline.parallel.loss.global_loss import check_global_loss
@@ -124,6 +125,7 @@ def analyze_model(
         from paceline.parallel.data_parallel.shard_units import find_shard_units
 
         units = find_shard_units(model, tasks_of_passes(task, updates), batch, spec.seed)
+        check_dtypes(model, [model.get_submodule(name) for name in units.names], plan)
     with UserCode("the forward pass without values", task.model):
         if plan.tp > 1:
             from paceline.parallel.tensor.apply import find_splits

@@ -97,7 +97,12 @@ def shard_state(optimizer: torch.optim.Optimizer, plan: ResolvedPlan) -> torch.o
     """
     check_independence(optimizer, plan)
     shards_state = plan.zero == 1 and plan.data_ranks > 1
-    uses_torch = shards_state and not plan.splits_model and _can_be_rebuilt(optimizer)
+    uses_torch = (
+        shards_state
+        and not plan.splits_model
+        and _has_one_dtype(optimizer)  # torch 2.13: ZeroRedundancyOptimizer raises, such as for complex ones
+        and _can_be_rebuilt(optimizer)
+    )
     if uses_torch:
         optimizer = _shard_with_torch(optimizer)
     _split_groups_by_mesh(optimizer)
@@ -115,6 +120,10 @@ def _can_be_rebuilt(optimizer: torch.optim.Optimizer) -> bool:
     """
     is_known = type(optimizer) in ELEMENTWISE or isinstance(optimizer, WholeTensorOptimizer)
     return is_known and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def _has_one_dtype(optimizer: torch.optim.Optimizer) -> bool:
+    return len({parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}) == 1
 
 
 def _ineffective_options(spec: Optimizer, optimizer: torch.optim.Optimizer) -> list[str]:

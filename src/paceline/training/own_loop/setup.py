@@ -22,7 +22,7 @@ from paceline.errors import PlanError, TaskError
 from paceline.parallel.activation_checkpoint import recompute
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.data_parallel.batch_norm import has_batch_norm, sync_batch_norm
-from paceline.parallel.data_parallel.fsdp import average_scalars_, average_whole_, shard
+from paceline.parallel.data_parallel.fsdp import average_scalars_, average_whole_, check_dtypes, shard
 from paceline.parallel.data_parallel.reduced_buffers import NONE, read_reductions
 from paceline.plan.plan import Plan, ResolvedPlan, parse
 from paceline.run import RunFolder
@@ -94,6 +94,7 @@ def setup(
     if resolved.zero >= 2 and world.size > 1:
         mesh = select_data_mesh(build_mesh(resolved, device))
         kept = _find_whole(model, whole)
+        check_dtypes(model, blocks, resolved, kept)
         shard(model, blocks, resolved, mesh, kept)
         if trained := [parameter for parameter in kept if parameter.requires_grad]:
             after_backward.append(partial(average_whole_, trained, mesh))
