@@ -193,17 +193,25 @@ TORCH = {
 RECIPES = {
     "adamw": Optimizer(lr=1e-2, weight_decay=0.1),
     "sgd": Optimizer(name="sgd", lr=0.05, dampening=0.1),
+    "sgd-nesterov": Optimizer(name="sgd", lr=0.05, nesterov=True, weight_decay=0.1),
     "adam": Optimizer(name="adam", lr=1e-2, weight_decay=0.1, amsgrad=True),
     "adamax": Optimizer(name="adamax", lr=1e-2, betas=(0.8, 0.9)),
     "nadam": Optimizer(name="nadam", lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True),
-    "radam": Optimizer(name="radam", lr=1e-2, momentum_decay=None),
+    "nadam-coupled": Optimizer(name="nadam", lr=1e-2, weight_decay=0.1, momentum_decay=0.1),
+    "radam": Optimizer(name="radam", lr=1e-2),
+    "radam-decoupled": Optimizer(
+        name="radam", lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, decoupled_weight_decay=True
+    ),
     "adagrad": Optimizer(name="adagrad", lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1),
     "adadelta": Optimizer(name="adadelta", lr=1.0, weight_decay=0.01),
     "rmsprop": Optimizer(name="rmsprop", lr=1e-2, momentum=0.5, centered=True),
+    "rmsprop-decay": Optimizer(name="rmsprop", lr=1e-2, alpha=0.9, momentum=0.5, weight_decay=0.1),
     "rprop": Optimizer(name="rprop", lr=1e-2, etas=(0.6, 1.1), step_sizes=(1e-5, 0.5)),
     "asgd": Optimizer(name="asgd", lr=0.05, t0=5.0, lambd=1e-3),
     "lion": Optimizer(name="lion", lr=1e-2, weight_decay=0.1),
     "lars": Optimizer(name="lars", lr=1.0, trust_coefficient=0.05, weight_decay=0.01),
+    "lars-nesterov": Optimizer(name="lars", lr=1.0, trust_coefficient=0.05, nesterov=True, weight_decay=0.01),
+    "lars-no-momentum": Optimizer(name="lars", lr=1.0, trust_coefficient=0.05, momentum=0.0),
     "lars-timm": Optimizer(
         name="lars", lr=1.0, weight_decay=0.01, convention="timm", nesterov=True, trust_clip=5e-4
     ),
