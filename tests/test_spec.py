@@ -279,7 +279,10 @@ def test_malformed_overrides_are_refused(item):
         ("epochs = -1.0", "epochs must be greater than 0, got -1.0"),
         ("steps = 0", "steps must be greater than or equal to 1, got 0"),
         ("seed = -1", "seed must be greater than or equal to 0, got -1"),
-        ('precision = "fp8"', "precision must be 'auto', 'fp64', 'fp32', 'bf16' or 'fp16', got 'fp8'"),
+        (
+            'precision = "fp8"',
+            "precision must be 'auto', 'fp64', 'fp32', 'tf32', 'bf16' or 'fp16', got 'fp8'",
+        ),
         ('device = "gpu"', "device must be 'cpu' or 'cuda', got 'gpu'"),
         ("plan = 3", "plan must be a string, got 3"),
         ('compile = "yes"', "compile must be a boolean, got 'yes'"),

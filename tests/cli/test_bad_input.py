@@ -197,7 +197,7 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
         ("train bad.py:Regression --optimizer adamq", "unknown optimizer 'adamq'; did you mean adam?"),
         (
             "train bad.py:Regression --precision fp8",
-            "precision must be 'auto', 'fp64', 'fp32', 'bf16' or 'fp16', got 'fp8'",
+            "precision must be 'auto', 'fp64', 'fp32', 'tf32', 'bf16' or 'fp16', got 'fp8'",
         ),
         ("train bad.py:Regression --device gpu", "device must be 'cpu' or 'cuda', got 'gpu'"),
         (

@@ -330,6 +330,13 @@ def test_averages_are_the_same_on_shards() -> None:
     )
 
 
+@pytest.mark.parametrize(("swa", "is_late"), [(5, False), (6, True)])
+def test_a_mean_after_the_last_step_is_reported(swa: int, is_late: bool) -> None:
+    spec = Spec(steps=5, batch=BATCH, optimizer=Optimizer(swa=swa))
+    notes = train_on_this_rank(models.Points(), spec, "single").notes
+    assert any("optimizer.swa=6 is after the last step, 5" in note for note in notes) == is_late
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -348,6 +355,8 @@ def test_bad_values_are_refused() -> None:
         Swa(0)
     with pytest.raises(SpecError, match=r"optimizer.no_agc: no trained parameter of the model"):
         list(train(request(agc=0.1, no_agc="none"), task=Mixed()))
+    with pytest.raises(SpecError, match=r"optimizer.no_agc='\*' matches all \d+ trained parameters"):
+        list(train(request(agc=0.1, no_agc="*"), task=Mixed()))
     with pytest.raises(PlanError, match="after_step"):
         read_operations(models.Points(), parse("local-sgd").resolve(2), Optimizer(ema=0.9))
 

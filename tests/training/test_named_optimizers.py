@@ -364,6 +364,7 @@ def test_what_muon_orthogonalizes() -> None:
         ({"adamw": "none.*"}, r"optimizer.adamw: no trained parameter of the model matches 'none.\*'; its"),
         ({"fused": "qkv.weight"}, r"optimizer.fused must be PATTERN:NUMBER,…, such as \*.qkv.weight:3, got"),
         ({"fused": "qkv.weight:5"}, "qkv.weight has 12 rows, which are not 5 equal matrices; leave it out"),
+        ({"adamw": "*"}, r"optimizer.adamw='\*' leaves no matrix to muon; leave some out"),
         ({"fused": "no.weight:3"}, "optimizer.fused: no trained parameter of the model matches 'no.weight'"),
     ],
 )

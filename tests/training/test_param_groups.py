@@ -48,6 +48,12 @@ def test_a_keyword_beside_others_may_match_nothing() -> None:
     assert set(found) == set(options_of(models.Points().model(), weight_decay=0.1, no_decay="bias"))
 
 
+def test_an_unknown_option_of_a_group_is_refused() -> None:
+    message = "a group of optimizer.groups has no option 'weight_decy'; did you mean weight_decay"
+    with pytest.raises(ValueError, match=message):
+        Optimizer.model_validate({"groups": {"*": {"weight_decy": 0.1}}})
+
+
 KINDS = ("weight", "bias")
 
 

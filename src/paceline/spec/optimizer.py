@@ -20,6 +20,17 @@ class ParamGroup(Value):
     weight_decay: float | None = Field(default=None, ge=0, description="weight decay")
     trust: bool | None = Field(default=None, description="whether the trust ratio of lars and lamb applies")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _options_are_known(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            for key in values.keys() - cls.model_fields.keys():
+                raise ValueError(
+                    f"a group of optimizer.groups has no option {abbreviate(key)}"
+                    f"{suggest(str(key), cls.model_fields)}"
+                )
+        return values
+
     @model_validator(mode="after")
     def _one_rate(self) -> Self:
         if self.lr is not None and self.lr_scale is not None:

@@ -28,6 +28,7 @@ TRACE = re.compile(r"(\d{1,12}):(\d{1,12})", re.ASCII)
 
 
 SCHEDULE_LENGTHS = ("warmup", "every", "length", "decay")
+PRECISIONS = ("auto", "fp64", "fp32", "tf32", "bf16", "fp16")  # of a request
 MAX_TRACED_STEPS = 100  # the events of all of them are in memory
 
 
@@ -203,8 +204,14 @@ class Spec(Value):
     @model_validator(mode="before")
     @classmethod
     def _expand_tf32(cls, values: Any) -> Any:
-        """Replace the precision tf32 by its two keys."""
-        if not isinstance(values, dict) or values.get("precision") != "tf32":
+        """Replace the precision tf32 by its two keys. Raises ValueError for unknown ones."""
+        if not isinstance(values, dict):
+            return values
+        precision = values.get("precision", "auto")
+        if precision not in PRECISIONS:
+            *others, last = map(repr, PRECISIONS)
+            raise ValueError(f"precision must be {', '.join(others)} or {last}, got {abbreviate(precision)}")
+        if precision != "tf32":
             return values
         if values.get("tf32") is False:
             raise ValueError("precision='tf32' and tf32=false contradict each other; leave one of them out")

@@ -48,6 +48,7 @@ from paceline.training.step.noise_scale import NoiseMeter
 from paceline.training.step.step import TrainingStep
 from paceline.training.step.step_metrics import ControlFlags, LaunchedStep, MetricsReducer, StepMetrics
 from paceline.training.step.update_sequence import UpdateSequence
+from paceline.training.step.weight_operations import check_average_start
 from paceline.training.stop_policy import StopPolicy
 from paceline.training.tracing.step_tracer import StepTracer
 from paceline.training.training_data import TrainingData
@@ -345,6 +346,7 @@ class TrainingLoop:
                 *self.checkpoints.resumed.notes,
                 *self.histograms.notes,
                 *check_schedule_end(self.schedule, self.total_samples),
+                *check_average_start(self.spec.optimizer, self.total),
                 *describe_streams(self.data.training, self.batches.samples_before(self.first)),
             ),
             lr_group=self.prepared.lr_group,

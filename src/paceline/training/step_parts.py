@@ -32,7 +32,7 @@ from paceline.training.model_facts.model_analysis import ModelAnalysis
 from paceline.training.optimization.adaptive_clipping import AdaptiveClipping
 from paceline.training.optimization.read_updates import task_of
 from paceline.training.optimization.sparse_gradients import coalesce_, find_sparse_parameters
-from paceline.training.optimizers.param_groups import select_names
+from paceline.training.optimizers.param_groups import select_some
 from paceline.training.prepared import slice_batch
 from paceline.training.step.step import TrainingStep
 from paceline.training.step.update_sequence import UpdatePass, UpdateSequence
@@ -48,7 +48,7 @@ def set_limits(step: TrainingStep, spec: Spec, optimizer: Optimizer, model: nn.M
     if optimizer.agc is None:
         return
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    excluded = select_names(optimizer.no_agc or "", model, names, "optimizer.no_agc")
+    excluded = select_some(optimizer.no_agc or "", model, names, "optimizer.no_agc")
     clipped = {parameter for name, parameter in model.named_parameters() if name not in excluded}
     step.agc = AdaptiveClipping(
         [parameter for parameter in step.params if parameter in clipped], optimizer.agc

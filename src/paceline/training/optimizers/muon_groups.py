@@ -48,6 +48,10 @@ def build_muon(
     )
     known = _read_fused(fused if fused is not None else FUSED, model, trained, must_match=fused is not None)
     matrices = {*find_matrices(model)} - excluded
+    if patterns and not matrices & trained.keys():
+        raise SpecError(
+            f"optimizer.adamw={patterns!r} leaves no matrix to muon; leave some out, or use --optimizer adamw"
+        )
     entries = []
     for name, parameter in params.items():
         is_matrix = name in matrices

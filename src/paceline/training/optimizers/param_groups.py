@@ -39,12 +39,7 @@ def assign_options(spec: Optimizer, model: nn.Module, names: Collection[str]) ->
         patterns = getattr(spec, key)
         if patterns is None:
             continue
-        excluded = select_names(patterns, model, names, f"optimizer.{key}")
-        if len(excluded) == len(names):
-            raise SpecError(
-                f"optimizer.{key}={patterns!r} matches all {len(names)} trained parameters; leave some out"
-            )
-        for name in excluded:
+        for name in select_some(patterns, model, names, f"optimizer.{key}"):
             options[name][option] = value
     return {name: found for name, found in options.items() if found}
 
@@ -67,6 +62,14 @@ def select_names(patterns: str, model: nn.Module, names: Collection[str], key: s
                 f"{key}: no trained parameter of the model matches {abbreviate(pattern)}; its parameters are "
                 f"{', '.join(listed)}{more}; keywords are {', '.join(KEYWORDS)}"
             )
+    return selected
+
+
+def select_some(patterns: str, model: nn.Module, names: Collection[str], key: str) -> set[str]:
+    """Return the names that match, as `select_names` does. Raises SpecError if all names match."""
+    selected = select_names(patterns, model, names, key)
+    if len(selected) == len(names):
+        raise SpecError(f"{key}={patterns!r} matches all {len(names)} trained parameters; leave some out")
     return selected
 
 

@@ -64,6 +64,16 @@ def read_operations(
     return tuple(operations)
 
 
+def check_average_start(optimizer: Optimizer, steps: int) -> list[str]:
+    """Return a note if the mean of the weights starts after the last step of a training."""
+    if optimizer.swa is None or optimizer.swa <= steps:
+        return []
+    return [
+        f"optimizer.swa={optimizer.swa} is after the last step, {steps}: evaluations use the weights of each "
+        "step"
+    ]
+
+
 def _read_average(optimizer: Optimizer) -> Ema | Swa | None:
     """Return the average that the request has."""
     if optimizer.ema is not None:
