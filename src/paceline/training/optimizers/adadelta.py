@@ -49,7 +49,7 @@ class Adadelta(WholeTensorOptimizer):
 
 
 def update_adadelta(weights: Tensor, grads: Tensor, squares: Tensor, deltas: Tensor, numbers: Tensor) -> None:
-    """Update a tensor. numbers: learning rate, weight decay, 1 - ρ, ε. To be compiled."""
+    """Update a tensor. numbers: learning rate, weight decay, 1 - rho, eps. To be compiled."""
     lr, decay, rate, eps = numbers.unbind()
     grads = grads + decay * weights
     squares.lerp_(grads.square(), rate)
