@@ -29,10 +29,16 @@ def build_study_page(folder: StudyFolder, definition: StudyDefinition, state: St
     """Return the HTML of a study: learning curves, parallel coordinates, Pareto front, importance, table."""
     goals = definition.objectives
     ordered = order_trials(goals, state)
+    front = ""
+    if len(goals) > 1:
+        front = f"<p>{escape(goals[1].name)} over {escape(goals[0].name)}</p>\n"
+        front += draw_lines(_build_front(definition, state))
+    curves = f"<p>{escape(goals[0].name)} over samples</p>\n"
+    curves += draw_lines(_build_curves(folder, definition, ordered[:MAX_CURVES]))
     sections = {
-        "Learning curves": draw_lines(_build_curves(folder, definition, ordered[:MAX_CURVES])),
+        "Learning curves": curves,
         "Parameters and results": draw_parallel_axes(definition, state),
-        "Pareto front": draw_lines(_build_front(definition, state)) if len(goals) > 1 else "",
+        "Pareto front": front,
         "Importance": _draw_importance(definition, state),
         "Predictions": "\n".join(f"<p>{escape(line)}</p>" for line in describe_predictions(state)),
         "Trials": _build_trials(definition, state, ordered[:MAX_ROWS]),
