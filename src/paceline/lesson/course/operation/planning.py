@@ -78,7 +78,7 @@ rows(title, ("plan", "gradients", "moments", "gradients, counted", "moments, cou
 # ## Predict the time
 #
 # A linear layer multiplies and adds once for each weight and sample: 2 FLOPs forward and 4 backward. So a
-# step has 6 · P · batch FLOPs. The rate of this machine is measured with *one* product. Then the time of
+# step has 6 · P · batch FLOPs. The rate of this machine is measured with one product. Then the time of
 # the whole step is predicted, and measured.
 
 
