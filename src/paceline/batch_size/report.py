@@ -77,7 +77,8 @@ def list_findings(
     reached = [result for result in results if result.steps is not None]
     if len(reached) < 3:
         lines.append(
-            f"only {len(reached)} batches reached the target, so the fit is mostly an assumption; add batches"
+            f"only {len(reached)} {'batch' if len(reached) == 1 else 'batches'} reached the target, so the "
+            "fit is mostly an assumption; add batches"
         )
     elif critical.value > 2 * max(result.batch for result in reached):
         lines.append("the knee is beyond the measured batches, so it is extrapolated; add larger batches")
