@@ -145,7 +145,7 @@ FILES = {
     "exit": ("import sys\nsys.exit(0)\n", "my.py cannot be run: SystemExit: 0 (my.py, line 2)"),
     "exit-inside": (
         f"{IMPORT}def all_reduce(x):\n    raise SystemExit(0)\n",
-        "rank 0: SystemExit: 0 (my.py, line 3)",
+        ": SystemExit: 0 (my.py, line 3)",
     ),
     "absent": ("x = 1\n", "my.py must define all_reduce; write the exercise again"),
     "nothing": (
@@ -159,7 +159,7 @@ FILES = {
     "arguments": ("def all_reduce():\n    pass\n", "takes 0 positional arguments but 1 was given"),
     "assertion": (
         f"{IMPORT}def all_reduce(x):\n    assert 1 == 2\n",
-        "rank 0: AssertionError (my.py, line 3)",
+        ": AssertionError (my.py, line 3)",
     ),
     "forbidden": (
         "from torch.distributed import all_reduce\n",

@@ -104,7 +104,7 @@ def test_commands_of_the_page(tmp_path):
     unfinished = paceline(*exercise[1], at=tmp_path)
     assert (unfinished.status, unfinished.out) == (
         1,
-        "✗ not written yet: my.py, line 15 raises NotImplementedError\n",
+        "✗ not written yet: my.py, line 16 raises NotImplementedError\n",
     )
     (tmp_path / "my.py").write_text(read_cell(find_exercise("ring-all-reduce"), "solution").code)
     assert succeed(*exercise[1], at=tmp_path).out.endswith("my.py is right.\n")
