@@ -301,7 +301,7 @@ def _check_rate(achieved: float, cluster: str | None) -> None:
     if peak is not None and achieved * 1e12 > peak:
         raise SpecError(
             f"--achieved {achieved:g} is more than the peak of {device.name}, {peak / 1e12:g} TFLOP/s; give "
-            f"what a training reaches, usually a third to a half of it"
+            "what a training reaches, usually a third to a half of it"
         )
 
 

@@ -84,9 +84,9 @@ class RemoteNode:
         expected, deadline = self._answers + 1, time.monotonic() + ANSWER_S
         self.send({"ping": expected})
         while self._answers < expected and not self.is_lost:
-            self._is_silent = time.monotonic() > deadline
-            self.read_replies()
             time.sleep(POLL_S)
+            self.read_replies()
+            self._is_silent = self._answers < expected and time.monotonic() > deadline
 
     def wait_until_ready(self) -> float:
         deadline = time.monotonic() + START_S
