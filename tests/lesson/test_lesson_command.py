@@ -22,7 +22,7 @@ from paceline.lesson.blocks import (
     LessonText,
     format_value,
 )
-from paceline.lesson.catalogue import CHAPTERS, ORDER, find_exercise, find_lesson
+from paceline.lesson.catalogue import CHAPTERS, ORDER, SHORT_NAMES, find_exercise, find_lesson
 from paceline.lesson.exercise import read_cell
 from paceline.lesson.html_page import build_page
 from paceline.lesson.notebook import build_notebook
@@ -196,6 +196,11 @@ def test_colors_in_a_terminal_change_no_text():
         plain = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
         assert plain == "".join(map(format_block, blocks))
         assert (plain != out.getvalue()) == is_terminal
+
+
+def test_plans_name_their_lessons():
+    for short, name in SHORT_NAMES.items():
+        assert find_lesson(short).path == find_lesson(name).path
 
 
 def test_wide_tables_wrap_their_cells():

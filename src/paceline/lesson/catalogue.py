@@ -48,16 +48,24 @@ CHAPTERS = (
 )
 FOLDERS = {name: chapter.folder for chapter in CHAPTERS for name in chapter.names}
 ORDER = tuple(FOLDERS)
+# Names of plans and their keys
+SHORT_NAMES = {
+    "ddp": "data-parallel",
+    "tp": "tensor-parallel",
+    "pp": "pipeline",
+    "cp": "context-parallel",
+}
 
 
 @cache
 def find_lesson(name: str) -> LessonFile:
-    """Return a lesson by its name, or by its number in the list.
+    """Return a lesson by its name, its short name, or its number in the list.
 
     Raises SpecError, with the nearest name, if there is none.
     """
     if name.isascii() and name.isdigit() and 1 <= int(name[:9]) <= len(ORDER):
         name = ORDER[int(name[:9]) - 1]
+    name = SHORT_NAMES.get(name, name)
     if name not in ORDER:
         near = difflib.get_close_matches(name, ORDER, 1)
         hint = f"did you mean {near[0]}?" if near else "run: paceline lesson"
