@@ -391,6 +391,17 @@ def test_asha_continues_the_best_trials_exactly(tmp_path):
     assert paused == whole
 
 
+@pytest.mark.slow
+def test_too_few_trials_for_the_rungs_are_reported(tmp_path):
+    write_task(tmp_path)
+    words = ("--grid", "lr=0.1,0.001", "--scheduler", "asha", *LENGTH, "--run-dir", "s")
+    printed = succeed("tune", "my.py:Regression", *words, at=tmp_path).out
+    assert printed.endswith(
+        "no trial trained to the end, so there is no best one; asha with 3 rungs wants 9 trials or more\n"
+    )
+    assert not (tmp_path / "s" / "best.toml").exists()
+
+
 def test_page_shows_each_trial_and_loads_nothing(study, tmp_path):
     """A hostile name of a study appears as text only."""
     hostile = tmp_path / "<script>alert(1)<"

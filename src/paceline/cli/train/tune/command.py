@@ -105,6 +105,12 @@ def _run(folder: "StudyFolder", definition: "StudyDefinition", executor: "Execut
         if best is not None:
             print(f"best: {format_trial(definition, best)}")
             print(f"train it again with: paceline train {folder.best}")
+        elif is_over and definition.search.scheduler in ("asha", "hyperband"):
+            search = definition.search
+            print(
+                f"no trial trained to the end, so there is no best one; {search.scheduler} with "
+                f"{search.rungs} rungs wants {search.reduction ** (search.rungs - 1)} trials or more"
+            )
     if not is_over:
         print(f"stopped; continue with: paceline tune {folder.path} --resume", file=sys.stderr)
     return 0 if is_over else STOPPED
