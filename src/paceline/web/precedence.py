@@ -15,6 +15,7 @@ from typing import NoReturn
 NICENESS = 10  # a tenth of the processors where sessions of trainings use all of them
 IS_BY_SESSION = Path("/proc/sys/kernel/sched_autogroup_enabled")
 SESSION_NICENESS = Path("/proc/self/autogroup")
+AWAITED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
 PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
 
 
@@ -42,9 +43,11 @@ def _is_by_session() -> bool:
 def _continue_in_child() -> None:
     sys.stdout.flush()
     parent = os.getpid()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)  # one that comes now waits, also for the child
     child = os.fork()
     if child:
         _wait(child)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it ended before
@@ -52,14 +55,13 @@ def _continue_in_child() -> None:
 
 
 def _wait(child: int) -> NoReturn:
-    """Exit when the child has ended, with its status."""
-
-    def pass_on(number: int, _: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, pass_on)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    os._exit(code if code >= 0 else 128 - code)
+    """Pass signals on to the child, and exit when it has ended, with its status. All of them are blocked."""
+    while True:
+        number = signal.sigwait(AWAITED)
+        if number != signal.SIGCHLD:
+            os.kill(child, number)  # it was not waited for, so that the number is still its own
+            continue
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
