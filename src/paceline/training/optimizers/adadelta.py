@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.training.optimizers.compiled import approach_
 from paceline.training.optimizers.elementwise import apply_decay
 from paceline.training.optimizers.pieces import Scratch, iterate_pieces
 from paceline.training.optimizers.whole_tensor import GroupTensors, Rounds, WholeTensorOptimizer
@@ -52,7 +53,7 @@ def update_adadelta(weights: Tensor, grads: Tensor, squares: Tensor, deltas: Ten
     """Update a tensor. numbers: learning rate, weight decay, 1 - rho, eps. To be compiled."""
     lr, decay, rate, eps = numbers.unbind()
     grads = grads + decay * weights
-    squares.lerp_(grads.square(), rate)
+    approach_(squares, grads.square(), rate)
     updates = torch.sqrt((deltas + eps) / (squares + eps)) * grads
-    deltas.lerp_(updates.square(), rate)
+    approach_(deltas, updates.square(), rate)
     weights.sub_(lr * updates)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.training.optimizers.compiled import approach_
 from paceline.training.optimizers.elementwise import apply_decay
 from paceline.training.optimizers.pieces import Scratch, iterate_pieces
 from paceline.training.optimizers.whole_tensor import GroupTensors, Rounds, WholeTensorOptimizer
@@ -51,6 +52,6 @@ def update_adamax(weights: Tensor, grads: Tensor, firsts: Tensor, largest: Tenso
     """Update a tensor. numbers: learning rate with bias correction, decay, 1 - β₁, β₂, ε. To be compiled."""
     lr, decay, rate1, beta2, eps = numbers.unbind()
     grads = grads + decay * weights
-    firsts.lerp_(grads, rate1)
+    approach_(firsts, grads, rate1)
     largest.copy_(torch.maximum(beta2 * largest, grads.abs() + eps))
     weights.sub_(lr * firsts / largest)

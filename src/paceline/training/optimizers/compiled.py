@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from paceline.parallel.compile import check_compiler_cache
 
@@ -21,3 +22,11 @@ def compile_update(update: CompiledUpdate) -> CompiledUpdate:
     """
     check_compiler_cache()
     return torch.compile(update, dynamic=True, fullgraph=True)
+
+
+def approach_(means: Tensor, values: Tensor, rate: Tensor) -> None:
+    """Add rate × (value - mean) to each mean. To be compiled.
+
+    torch 2.13: compiled code of lerp chooses between two formulas for each element, which takes 10 % longer.
+    """
+    means.add_(rate * (values - means))

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.training.optimizers.compiled import approach_
 from paceline.training.optimizers.pieces import Scratch, iterate_pieces
 from paceline.training.optimizers.whole_tensor import GroupTensors, Rounds, WholeTensorOptimizer
 
@@ -43,5 +44,5 @@ class Lion(WholeTensorOptimizer):
 def update_lion(weights: Tensor, grads: Tensor, momenta: Tensor, numbers: Tensor) -> None:
     """Update a tensor. numbers: learning rate, factor of the decay, 1 - β₁, 1 - β₂. To be compiled."""
     lr, kept, rate1, rate2 = numbers.unbind()
-    weights.mul_(kept).sub_(lr * torch.sign(torch.lerp(momenta, grads, rate1)))
-    momenta.lerp_(grads, rate2)
+    weights.mul_(kept).sub_(lr * torch.sign(momenta + rate1 * (grads - momenta)))
+    approach_(momenta, grads, rate2)

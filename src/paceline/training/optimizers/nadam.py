@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.training.optimizers.compiled import approach_
 from paceline.training.optimizers.elementwise import apply_decay, subtract_adam_
 from paceline.training.optimizers.pieces import Scratch, iterate_pieces
 from paceline.training.optimizers.whole_tensor import GroupTensors, Rounds, WholeTensorOptimizer
@@ -92,8 +93,8 @@ def update_nadam(weights: Tensor, grads: Tensor, firsts: Tensor, seconds: Tensor
     """
     kept, decay, rate1, rate2, of_grads, of_firsts, correction, eps = numbers.unbind()
     grads = grads + decay * weights
-    firsts.lerp_(grads, rate1)
-    seconds.lerp_(grads.square(), rate2)
+    approach_(firsts, grads, rate1)
+    approach_(seconds, grads.square(), rate2)
     updates = (of_grads * grads + of_firsts * firsts) / (torch.sqrt(seconds) / correction + eps)
     weights.mul_(kept).sub_(updates)
 
