@@ -10,10 +10,9 @@ from paceline.training.optimizers.pieces import Piece, Scratch, iterate_pieces
 from paceline.training.optimizers.whole_tensor import (
     GroupTensors,
     Rounds,
+    SquareSums,
     WholeTensorOptimizer,
-    part_norms,
     subtract_,
-    sum_squares,
     trust_ratios,
 )
 
@@ -60,7 +59,7 @@ class Lamb(WholeTensorOptimizer):
         is_adapted = options["trust"] and (options["convention"] != "timm" or decay)
         moments, steps = (tensors.moments("exp_avg"), tensors.moments("exp_avg_sq")), tensors.count_steps()
         updates_of_pieces: list[Piece] = []
-        norms: list[Piece] = []
+        sums = SquareSums(tensors.weights, 2)
         # Kept until the next step. New memory for all updates would cost more than their computation.
         memory: list[Scratch] = vars(self).setdefault("_memory", {}).setdefault(tensors.params[0], [])
         pieces = iterate_pieces(tensors.weights, tensors.grads, *moments, keys=steps)
@@ -80,10 +79,10 @@ class Lamb(WholeTensorOptimizer):
             )
             updates_of_pieces.append((at, [weights, updates]))
             if is_adapted:
-                norms.append((at, [part_norms(weights), part_norms(updates)]))
+                sums.add(at, weights, updates)
         ratios = torch.ones(len(steps), dtype=torch.float64, device=tensors.weights[0].device)
         if is_adapted:
-            totals = torch.stack((yield sum_squares(norms, tensors.weights, 2)))
+            totals = torch.stack((yield sums.by_tensor()))
             of_weights, of_updates = totals.sqrt().unbind(1)
             ratios = trust_ratios(of_weights, of_updates, options["trust_clip"])
         subtract_(updates_of_pieces, options["lr"] * ratios)

@@ -164,41 +164,60 @@ def find_place(parameter: Any) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
+class SquareSums:
+    """Sums of the squares of whole tensors, collected from the parts of their pieces.
+
+    weights: the tensors of which parts come. kinds: how many sums a tensor has.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], kinds: int):
+        self.weights, self.kinds = weights, kinds
+        # Here, since an update has a hundred pieces, and asking each would take longer than its sums.
+        self.is_on_cpu = all(map(_is_precise_on_cpu, weights))
+        self._places: list[int] = []
+        self._sums: list[list[Tensor]] = [[] for _ in range(kinds)]
+
+    def add(self, places: Sequence[int], *parts: Sequence[Tensor]) -> None:
+        """Add the parts of a piece. places: their indices. parts: a list for each kind of sum."""
+        self._places += places
+        for sums, of_kind in zip(self._sums, parts, strict=True):
+            sums += _sum_squares(of_kind, self.is_on_cpu)
+
+    def by_tensor(self) -> list[Tensor]:
+        """Return for each tensor its sums, a number for each kind."""
+        device = self.weights[0].device
+        totals = torch.zeros(len(self.weights), self.kinds, dtype=torch.float64, device=device)
+        if self._places:
+            columns = torch.stack([torch.stack(sums) for sums in self._sums], 1).double()
+            totals.index_add_(0, torch.tensor(self._places, device=device), columns)
+        return list(totals.unbind())
+
+
 def squares(*tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the sums of squares of the shards: for each parameter as many numbers as there are lists."""
-    norms = [
-        (at, [part_norms(parts) for parts in lists])
-        for at, lists in iterate_pieces(*tensors, is_divided=False)
-    ]
-    return sum_squares(norms, tensors[0], len(tensors))
+    sums = SquareSums(tensors[0], len(tensors))
+    for places, parts in iterate_pieces(*tensors, is_divided=False):
+        sums.add(places, *parts)
+    return sums.by_tensor()
 
 
-def part_norms(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the norm of each part of a piece."""
-    if all(map(_is_plain, parts)):
-        flat = [part.view(-1) for part in parts]
-        return [torch.dot(part, part).sqrt_() for part in flat]
-    return list(torch._foreach_norm(list(parts)))
+def _sum_squares(parts: Sequence[Tensor], is_on_cpu: bool) -> list[Tensor]:
+    """Return the sum of the squares of each part."""
+    if is_on_cpu and all(part.is_contiguous() for part in parts):
+        flat = [part if part.dim() == 1 else part.view(-1) for part in parts]
+        return [torch.dot(part, part) for part in flat]
+    precise = torch.promote_types(parts[0].dtype, torch.float32)
+    norms = torch._foreach_norm(list(parts), dtype=precise)
+    return list(torch._foreach_mul(norms, norms))
 
 
 def _is_plain(part: Tensor) -> bool:
     """Return whether the elements of a part are float32 or float64, in order, in the memory of the CPU."""
-    is_precise = part.dtype in (torch.float32, torch.float64)
-    return is_precise and part.device.type == "cpu" and part.is_contiguous()
+    return _is_precise_on_cpu(part) and part.is_contiguous()
 
 
-def sum_squares(norms: Sequence[Piece], weights: Sequence[Tensor], kinds: int) -> list[Tensor]:
-    """Return for each weight the sums of the squares of its parts' norms, a number for each kind of norm.
-
-    norms: of the parts of all pieces, a list for each kind.
-    """
-    sums = torch.zeros(len(weights), kinds, dtype=torch.float64, device=weights[0].device)
-    if norms:
-        by_kind = zip(*(of_kinds for _, of_kinds in norms), strict=True)
-        columns = [torch.stack([norm for parts in pieces for norm in parts]) for pieces in by_kind]
-        places = torch.tensor([at for places, _ in norms for at in places], device=sums.device)
-        sums.index_add_(0, places, torch.stack(columns, 1).double().square())
-    return list(sums.unbind())
+def _is_precise_on_cpu(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float32, torch.float64) and tensor.device.type == "cpu"
 
 
 def trust_ratios(numerators: Tensor, denominators: Tensor, clip: float | None = None) -> Tensor:
