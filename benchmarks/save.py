@@ -25,7 +25,9 @@ import machine
 from paceline.distributed.process_group import threads_per_rank
 from paceline.plan.plan import Plan
 from paceline.run import RunFolder
-from paceline.training.checkpoint.save import Index, Saver, collect_state, describe_model
+from paceline.training.checkpoint.index import Index
+from paceline.training.checkpoint.save import Saver
+from paceline.training.checkpoint.state import collect_state, describe_model
 from paceline.units import format_bytes, format_count, several
 
 WIDTH, LAYERS, BATCH = 4096, 6, 64  # six layers of 16.8 million parameters

@@ -15,7 +15,7 @@ import paceline
 from paceline import cli, events
 from paceline.cli.options import keys
 from paceline.doctor.heartbeat import Heartbeat
-from paceline.training.checkpoint.save import Index
+from paceline.training.checkpoint.index import Index
 
 COLUMN = re.compile(r"^(\w+) {2,}(\S.*)$", re.M)  # a field and its meaning in a docstring
 

@@ -61,8 +61,8 @@ from paceline.plan.plan import parse
 from paceline.plan.search.rank_counts import parse_counts
 from paceline.run import RunFolder, open_run
 from paceline.spec import build
+from paceline.training.checkpoint.index import read_index
 from paceline.training.checkpoint.metadata import read_metadata
-from paceline.training.checkpoint.save import read_index
 from paceline.training.checkpoint.stored import load_weights
 
 pytestmark = pytest.mark.processes

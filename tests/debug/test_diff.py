@@ -26,7 +26,7 @@ from paceline.events import EventWriter, Started, Step, nan_to_null
 from paceline.run import RunFolder, create
 from paceline.spec import Launch, Optimizer, Spec
 from paceline.training.checkpoint import stored
-from paceline.training.checkpoint.save import checksum
+from paceline.training.checkpoint.integrity import checksum
 from pages import read_blocks
 
 LOSSES = [3.0, 2.5, 2.25, 2.0, 1.75, 1.5]

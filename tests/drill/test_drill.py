@@ -226,10 +226,9 @@ def test_drill_with_a_killed_rank_loses_nothing(tmp_path: Path) -> None:
 # After the first start: samples of another step, wrong weights from a checkpoint, and a process that stays.
 PLANTED = """
 import subprocess
-from paceline.training import loop
-from paceline.training.checkpoint import save as checkpoint
+from paceline.training import loop, resume
 
-load_, parts_ = checkpoint.load_, loop.training_parts
+load_, parts_ = resume.load_, loop.training_parts
 
 
 def load_wrong_weights_(path, model, *rest):
@@ -243,7 +242,7 @@ def skip_a_step(part, order, first, steps):
     yield from parts_(part, order, first + (first > 0), steps + (first > 0))
 
 
-checkpoint.load_, loop.training_parts = load_wrong_weights_, skip_a_step
+resume.load_, loop.training_parts = load_wrong_weights_, skip_a_step
 if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1":
     subprocess.Popen(["sleep", "300"], start_new_session=True)
 """

@@ -284,7 +284,7 @@ def last_step(run: Path) -> int:
 
 def checkpoint_weights(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
     """Return the unsharded weights of the checkpoint of a step, or of the last complete checkpoint."""
-    from paceline.training.checkpoint.save import find_last_complete
+    from paceline.training.checkpoint.integrity import find_last_complete
     from paceline.training.checkpoint.stored import load_weights
 
     path = RunFolder(run).checkpoint(step) if step is not None else find_last_complete(RunFolder(run))[0]

@@ -23,7 +23,8 @@ from paceline.errors import CorruptionError, DivergedError, PlanError, TaskError
 from paceline.events import Noted
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer, Save, WeightGuard
-from paceline.training.checkpoint import save as checkpoint
+from paceline.training import resume
+from paceline.training.checkpoint.index import read_index
 from paceline.training.guard.check import find_copy, has_replicas
 from paceline.training.guard.digest import SMALL, WIDTH, digest
 from paceline.training.guard.recompute import find_wrong_losses
@@ -603,7 +604,7 @@ def find_error(plan: str, spec: Spec) -> str:
 
 def resume_run(plan: str, spec: Spec, run: Path, flips: bool) -> str:
     """Continue a run, after a bit of the loaded weights flipped on the last rank. Return the error."""
-    load_ = checkpoint.load_
+    load_ = resume.load_
 
     def load_flipped_(path: Path, model: Any, *rest: Any) -> Any:
         result = load_(path, model, *rest)
@@ -611,13 +612,13 @@ def resume_run(plan: str, spec: Spec, run: Path, flips: bool) -> str:
             assert flip_bit(list(model.parameters())[:1], random.Random(1)) is not None
         return result
 
-    checkpoint.load_ = load_flipped_
+    resume.load_ = load_flipped_
     try:
         list(train(spec, parse(plan), task=models.Points(), run=RunFolder(run)))
     except CorruptionError as error:
         return str(error)
     finally:
-        checkpoint.load_ = load_
+        resume.load_ = load_
     return ""
 
 
@@ -653,7 +654,7 @@ def sum_positions(whole: np.ndarray) -> int:
 
 def resume_text(plan: str, spec: Spec, run: Path, flipped_name: str = "") -> str:
     """Continue a run, after a bit of a loaded weight flipped where a rank has a part. Return the error."""
-    load_ = checkpoint.load_
+    load_ = resume.load_
 
     def load_flipped_(path: Path, model: Any, *rest: Any) -> Any:
         result = load_(path, model, *rest)
@@ -662,13 +663,13 @@ def resume_text(plan: str, spec: Spec, run: Path, flipped_name: str = "") -> str
             assert flip_bit([parameter], random.Random(1)) is not None
         return result
 
-    checkpoint.load_ = load_flipped_
+    resume.load_ = load_flipped_
     try:
         list(train(spec, parse(plan), task=models.ShortText(), run=RunFolder(run)))
     except CorruptionError as error:
         return str(error)
     finally:
-        checkpoint.load_ = load_
+        resume.load_ = load_
     return ""
 
 
@@ -688,7 +689,7 @@ def test_digests_of_split_weights_are_those_of_the_whole(size: int, plan: str, t
     spec = request(WeightGuard(every=4, locate=True)).model_copy(update={"steps": 4})
     assert ranks(size)(resume_text, plan, spec, tmp_path) == [""] * size
     run = RunFolder(tmp_path)
-    digests = checkpoint.read_index(run.checkpoint(4)).digests
+    digests = read_index(run.checkpoint(4)).digests
     weights = checkpoint_weights(tmp_path, 4)
     assert {name for name, _ in models.ShortText().model().named_parameters()} == set(digests)
     assert {name: value for name, (value, _) in digests.items()} == {

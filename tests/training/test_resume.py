@@ -38,7 +38,11 @@ from paceline.errors import CheckpointError, RunError
 from paceline.events import Ended, Evaluated, Failed, Saved, Started, Step
 from paceline.run import RunFolder
 from paceline.spec import Launch, Save
-from paceline.training.checkpoint import save as checkpoint
+from paceline.training import prepared
+from paceline.training.checkpoint.index import Index, read_index
+from paceline.training.checkpoint.integrity import verify_files
+from paceline.training.checkpoint.retention import read_best_score
+from paceline.training.checkpoint.save import _writer
 from paceline.training.step import step_metrics
 from runs import NEVER, STEPS, make_spec, train_run, train_run_on_this_rank
 
@@ -110,10 +114,7 @@ def test_stop_during_an_evaluation_does_not_change_the_result(size, plan, at, ta
     assert not unequal_tensors(
         checkpoint_weights(tmp_path / "stopped"), checkpoint_weights(tmp_path / "undisturbed")
     )
-    best = [
-        checkpoint.read_best_score(RunFolder(tmp_path / run), spec.save.best)
-        for run in ("stopped", "undisturbed")
-    ]
+    best = [read_best_score(RunFolder(tmp_path / run), spec.save.best) for run in ("stopped", "undisturbed")]
     assert best[0] == best[1] is not None
 
 
@@ -128,7 +129,7 @@ def test_ranks_stop_at_the_same_step_of_a_reduction(task, tmp_path):
 
 def train_with_zeroed_state(lost: str, *args) -> list:
     """Train with checkpoints in which the tensors named `lost` are zero."""
-    original = checkpoint.collect_state
+    original = prepared.collect_state
 
     def zeroed(*of) -> dict[str, torch.Tensor]:
         return {
@@ -136,11 +137,11 @@ def train_with_zeroed_state(lost: str, *args) -> list:
             for name, tensor in original(*of).items()
         }
 
-    checkpoint.collect_state = zeroed
+    prepared.collect_state = zeroed
     try:
         return train_run_on_this_rank(*args)
     finally:
-        checkpoint.collect_state = original
+        prepared.collect_state = original
 
 
 @pytest.mark.parametrize(
@@ -702,7 +703,7 @@ def test_training_continues_after_a_failed_save(task, tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_checkpoint_without_the_state_of_all_ranks_is_refused(tmp_path):
     """torch writes such a checkpoint if the process group is gone when the writing thread starts."""
-    index = checkpoint.Index(
+    index = Index(
         step=4,
         samples=8,
         epoch_samples=8,
@@ -717,7 +718,7 @@ def test_checkpoint_without_the_state_of_all_ranks_is_refused(tmp_path):
     priority = os.getpriority(os.PRIO_PROCESS, 0)
     for count, kept in ((2, False), (1, True)):
         final = tmp_path / "step_4"
-        writer = checkpoint._writer(tmp_path / ".step_4", final, index, 0, count)
+        writer = _writer(tmp_path / ".step_4", final, index, 0, count)
         with (
             nullcontext()
             if kept
@@ -730,10 +731,7 @@ def test_checkpoint_without_the_state_of_all_ranks_is_refused(tmp_path):
 
 def is_damaged(run: Path, step: int) -> bool:
     return (
-        checkpoint.verify_files(
-            RunFolder(run).checkpoint(step), checkpoint.read_index(RunFolder(run).checkpoint(step))
-        )
-        is not None
+        verify_files(RunFolder(run).checkpoint(step), read_index(RunFolder(run).checkpoint(step))) is not None
     )
 
 

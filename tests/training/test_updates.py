@@ -26,8 +26,8 @@ from paceline.plan.plan import ResolvedPlan, parse
 from paceline.run import RunFolder, create
 from paceline.spec import Launch, Optimizer, Save, Schedule
 from paceline.training.checkpoint.identity import describe_changes, describe_identity
+from paceline.training.checkpoint.index import read_index
 from paceline.training.checkpoint.metadata import read_metadata
-from paceline.training.checkpoint.save import read_index
 from paceline.training.dry_run.dry_run import compute_comm_volume
 from paceline.training.optimization.read_updates import assign_parameters, read_updates
 from runs import NEVER, train_run

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from paceline.errors import RunError
 from paceline.run import RunFolder, open_run
-from paceline.training.checkpoint.save import Index, find_last_complete, write_index
+from paceline.training.checkpoint.index import Index, write_index
+from paceline.training.checkpoint.integrity import find_last_complete
 
 
 def find_branch_point(path: Path, batches: tuple[int, ...]) -> tuple[Path, Index]:

@@ -30,7 +30,9 @@ from paceline.plan.plan import Plan, parse
 from paceline.run import RunFolder
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.checkpoint.save import Index, check_same_model, load_, read_index, verify_files
+from paceline.training.checkpoint.index import Index, read_index
+from paceline.training.checkpoint.integrity import verify_files
+from paceline.training.checkpoint.load import check_same_model, load_
 from paceline.training.optimization.batch_scaling import lr_factor_of_batch
 from paceline.training.optimization.batches import changing_batches
 from paceline.training.optimization.schedule import compute_lr_factor, resolve_schedule

@@ -100,7 +100,8 @@ def fill_disk(context: FaultContext) -> str:
 
 def empty_disk(context: FaultContext) -> None:
     """Make room. Raises UnexpectedCourse if a checkpoint that counts as complete is torn."""
-    from paceline.training.checkpoint.save import read_index, verify_files
+    from paceline.training.checkpoint.index import read_index
+    from paceline.training.checkpoint.integrity import verify_files
 
     assert context.disk is not None
     run = context.training.run

@@ -13,8 +13,11 @@ from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.errors import CheckpointError
 from paceline.events import Event, Failed, Saved
 from paceline.run import RunFolder
-from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_identity
+from paceline.training.checkpoint.index import Index
+from paceline.training.checkpoint.retention import delete_unfinished, prune
+from paceline.training.checkpoint.save import Saver
+from paceline.training.checkpoint.state import describe_model, find_buffers
 from paceline.training.guard.checkpoint_digest import can_digest, digest_weights
 from paceline.training.optimization.plateau import PlateauState
 from paceline.training.prepared import PreparedTraining, RankContext
@@ -37,7 +40,7 @@ class CheckpointPolicy:
         self.context, self.prepared, self.order, self.heartbeat = context, prepared, order, heartbeat
         self.run, self.spec = context.run, context.spec
         self.saver = (
-            checkpoint.Saver(
+            Saver(
                 context.run,
                 context.plan,
                 context.world.rank,
@@ -63,7 +66,7 @@ class CheckpointPolicy:
     def clean(self) -> None:
         """Delete what an earlier process left unfinished."""
         if self.run is not None and self.context.world.rank == 0 and self.run.ckpt.exists():
-            checkpoint.delete_unfinished(self.run)
+            delete_unfinished(self.run)
 
     def prepare(self) -> None:
         """Import in the background what a save needs."""
@@ -110,7 +113,7 @@ class CheckpointPolicy:
         context, prepared = self.context, self.prepared
         state, rank_state = prepared.state(context.world.rank)
         loss_scale = prepared.update.loss_scale
-        index = checkpoint.Index(
+        index = Index(
             step=step,
             samples=self.spec.batches.samples_before(step),
             epoch_samples=self.order.epoch_samples,
@@ -127,9 +130,9 @@ class CheckpointPolicy:
             plateau=plateau,
             digests=self._digest_weights(),
             identity=describe_identity(self.spec, context.task, prepared.modules, prepared.optimizers),
-            **checkpoint.describe_model(prepared.model),
+            **describe_model(prepared.model),
         )
-        self.saver.start(index, state, rank_state, checkpoint.find_buffers(prepared.model))
+        self.saver.start(index, state, rank_state, find_buffers(prepared.model))
         self._saved_step, self._saved_at = step, time.perf_counter()
 
     def _digest_weights(self) -> dict[str, list[int]]:
@@ -162,7 +165,7 @@ class CheckpointPolicy:
             )
             return
         if self.context.world.rank == 0:
-            checkpoint.prune(self.run, self.spec.save.keep, self.spec.save.best)
+            prune(self.run, self.spec.save.keep, self.spec.save.best)
         yield Saved(
             step=step,
             path=str(self.run.checkpoint(step).relative_to(self.run.path)),

@@ -18,7 +18,7 @@ from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.checkpoint import save as checkpoint
+from paceline.training.checkpoint.state import collect_state
 from paceline.training.optimization.batches import changing_batches
 from paceline.training.step.local_sgd import LocalSgd
 from paceline.training.step.step import TrainingStep
@@ -117,4 +117,4 @@ class PreparedTraining:
             return self.local.state(rank)
         elsewhere = self.saved_elsewhere
         averages = self.operations.state(elsewhere) if self.operations is not None else {}
-        return checkpoint.collect_state(self.model, self.optimizers, elsewhere) | averages, {}
+        return collect_state(self.model, self.optimizers, elsewhere) | averages, {}

@@ -7,8 +7,12 @@ from pathlib import Path
 from paceline.data.order import Order
 from paceline.errors import CheckpointError, CorruptionError
 from paceline.spec import Spec
-from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_changes, describe_identity
+from paceline.training.checkpoint.index import Index
+from paceline.training.checkpoint.integrity import find_last_complete
+from paceline.training.checkpoint.load import check_same_model, load_
+from paceline.training.checkpoint.retention import quarantine, read_best_score
+from paceline.training.checkpoint.state import rank_prefix
 from paceline.training.guard.checkpoint_digest import can_digest, digest_weights, find_difference
 from paceline.training.optimization.plateau import PlateauState, plateau_metric
 from paceline.training.prepared import PreparedTraining, RankContext
@@ -36,12 +40,12 @@ def resume(context: RankContext, prepared: PreparedTraining, order: Order) -> Re
     spec, world, run = context.spec, context.world, context.run
     if run is None:
         return ResumedState()
-    path, index, notes = checkpoint.find_last_complete(run, world.rank, world.size)
+    path, index, notes = find_last_complete(run, world.rank, world.size)
     if world.rank == 0:
-        checkpoint.quarantine(run, index.step if index is not None else 0)
+        quarantine(run, index.step if index is not None else 0)
     if path is None or index is None:
         return ResumedState(notes=tuple(notes))
-    checkpoint.check_same_model(path, index, spec.task, spec.set, prepared.model)
+    check_same_model(path, index, spec.task, spec.set, prepared.model)
     for name, then, now in (
         ("batch", *_describe_batches(spec, index)),
         ("seed", index.seed, spec.seed),
@@ -54,11 +58,11 @@ def resume(context: RankContext, prepared: PreparedTraining, order: Order) -> Re
                 "start a new run"
             )
     has_rank_state = prepared.local is not None and index.own and index.ranks == world.size
-    prefix = checkpoint.rank_prefix(world.rank) if has_rank_state else ""
+    prefix = rank_prefix(world.rank) if has_rank_state else ""
     operations = prepared.operations
     averages = operations.state() if operations is not None else {}
     if (
-        not checkpoint.load_(path, prepared.model, prepared.optimizers, prefix, prepared.group, averages)
+        not load_(path, prepared.model, prepared.optimizers, prefix, prepared.group, averages)
         and operations is not None
     ):
         operations.restart_averages()
@@ -87,15 +91,13 @@ def resume(context: RankContext, prepared: PreparedTraining, order: Order) -> Re
             f"schedule plateau starts at step {index.step}: {path} has no evaluations of "
             f"{plateau_metric(spec)}"
         )
-    best = checkpoint.read_best_score(run, spec.save.best)
+    best = read_best_score(run, spec.save.best)
     return ResumedState(
         index.step, best, tuple(notes), bool(index.metrics), index.metrics, index.stop, plateau
     )
 
 
-def _check_digests(
-    context: RankContext, prepared: PreparedTraining, path: Path, index: checkpoint.Index
-) -> None:
+def _check_digests(context: RankContext, prepared: PreparedTraining, path: Path, index: Index) -> None:
     """Raise CorruptionError if the loaded weights are not those that the training had. A collective."""
     if not index.digests or not can_digest(context.plan):
         return
@@ -110,7 +112,7 @@ def _check_digests(
         )
 
 
-def _describe_batches(spec: Spec, index: checkpoint.Index) -> tuple[object, object]:
+def _describe_batches(spec: Spec, index: Index) -> tuple[object, object]:
     """Return what must be equal: the batch so far, or the samples so far if the batch changes."""
     if spec.batches.is_constant and index.samples % index.step == 0:
         return index.samples // index.step, spec.batch

@@ -73,7 +73,7 @@ def _find_checkpoint(folder: RunFolder, step: int | None) -> Path:
             f"{run} has no checkpoint of step {step}; steps with a checkpoint: "
             f"{', '.join(map(str, folder.checkpoints())) or 'none'}"
         )
-    from paceline.training.checkpoint.save import find_last_complete
+    from paceline.training.checkpoint.integrity import find_last_complete
 
     path, notes = folder.checkpoint(step) if step is not None else None, list[str]()
     if path is None:

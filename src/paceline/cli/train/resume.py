@@ -250,7 +250,7 @@ def find_final_step(folder: RunFolder, spec: Spec) -> FinalStep | None:
     is_short = last_step < spec.total_steps(started.samples)
     if is_short and (ended is None or not ended.why):
         return None
-    from paceline.training.checkpoint.save import find_last_complete
+    from paceline.training.checkpoint.integrity import find_last_complete
     from paceline.training.stop_policy import explain_stop
 
     path, index, _ = find_last_complete(folder)

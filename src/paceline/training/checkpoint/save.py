@@ -1,4 +1,4 @@
-"""Checkpoints on torch's distributed checkpoint, written in the background and readable under any plan.
+"""Save checkpoints by torch's distributed checkpoint in the background, readable under any plan.
 
     ckpt/step_50/.metadata, *.distcp   torch's files: tensors `model/NAME`, `optimizer/NAME/KEY`, whole or in
                                        shards; averages of weights `ema/NAME`; with local SGD also
@@ -9,128 +9,32 @@
 A checkpoint is written as `.step_50` and renamed when it is complete: it is complete or absent.
 """
 
-import contextlib
 import gc
 import importlib
 import json
-import math
 import os
 import shutil
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter, ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
-from paceline.data.order import FULL
-from paceline.distributed.balance import balance_by_size
-from paceline.distributed.dtensor import is_dtensor, is_materialized
 from paceline.distributed.process_group import SAVE_TIMEOUT_S
 from paceline.errors import CheckpointError
-from paceline.files import is_plain_name, open_regular, reason
 from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
-from paceline.training.init.named_tensors import find_aliases, named_tensors
-from paceline.training.optimization.optimizer import local_optimizer
-from paceline.training.optimization.optimizer_values import allocate_values, collect_values, restore_values
-from paceline.training.optimization.plateau import PlateauState
-from paceline.training.stop_policy import StopState
-
-INDEX = "checkpoint.json"
-AVERAGES = "ema/"  # prefix of the names of moving averages
-
-
-@dataclass(frozen=True, kw_only=True)
-class Index:
-    """The contents of checkpoint.json: what a checkpoint is of."""
-
-    step: int
-    samples: int  # consumed so far, which is the state of the data
-    epoch_samples: int  # of the training split, which determines the order of samples
-    task: str
-    set: Mapping[str, Any]
-    plan: str
-    ranks: int
-    seed: int
-    shapes: Mapping[str, list[int]]  # of the whole parameters and buffers
-    tied: Mapping[str, str]  # other names of tied parameters -> the name above
-    own: bool = False  # whether it also has the state of each rank: local SGD
-    loss_scale: Mapping[str, float] | None = None  # of fp16
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation
-    stop: StopState | None = None  # if a metric may end the training
-    plateau: PlateauState | None = None  # of the schedule plateau
-    identity: Mapping[str, str] = field(default_factory=dict)  # as by describe_identity
-    files: Mapping[str, list[int]] = field(default_factory=dict)  # name -> [bytes, CRC-32]
-    # name of a parameter -> [digest, bytes per element], with guard.every; as by digest_weights
-    digests: Mapping[str, list[int]] = field(default_factory=dict)
-    order: str = FULL  # of the samples so far, as by Order.describe
-
-
-def collect_model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of the state dict of `model`, each once under its first name.
-
-    Tensors of other pipeline stages are on the meta device.
-    """
-    names = model.state_dict().keys()
-    return {name: tensor.detach() for name, tensor in named_tensors(model).items() if name in names}
-
-
-def collect_state(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], elsewhere: Container[str] = ()
-) -> dict[str, Tensor]:
-    """Return the state of model and optimizers on this rank, by names in a checkpoint.
-
-    optimizers: each parameter belongs to one of them at most.
-    elsewhere: names of parameters that another pipeline stage writes.
-    """
-    state = {
-        f"model/{name}": tensor
-        for name, tensor in collect_model_tensors(model).items()
-        if is_materialized(tensor) and name not in elsewhere
-    }
-    # Read parameters only now: a state dict makes `fully_shard` put its shards back in place of whole
-    # parameters.
-    names: dict[Tensor, str] = {
-        parameter: name for name, parameter in model.named_parameters() if name not in elsewhere
-    }
-    for index, optimizer in enumerate(optimizers):
-        values = collect_values(local_optimizer(optimizer), names, index)
-        state |= {f"optimizer/{name}": value for name, value in values.items()}
-    return state
-
-
-def find_buffers(model: nn.Module) -> frozenset[str]:
-    """Return the names of the buffers of `model` in a checkpoint."""
-    return frozenset(f"model/{name}" for name, _ in model.named_buffers())
-
-
-def select_written(
-    state: Mapping[str, Tensor], copy: int, copies: int, buffers: Container[str] = ()
-) -> dict[str, Tensor]:
-    """Return the part of the state that this rank writes.
-
-    These are its shards, and a share by size of what all copies of its layers hold. The first copy writes
-    `buffers`, whose values may differ between copies. `copy`: the number of this rank's copy of its layers,
-    of `copies`.
-    """
-    keys = sorted(state)
-    sizes = [0 if is_dtensor(state[key]) or key in buffers else state[key].numel() for key in keys]
-    owners = balance_by_size(sizes, copies)
-    return {
-        key: state[key]
-        for key, owner in zip(keys, owners, strict=True)
-        if is_dtensor(state[key]) or copy == (0 if key in buffers else owner)
-    }
+from paceline.training.checkpoint.index import Index, write_index
+from paceline.training.checkpoint.integrity import checksum
+from paceline.training.checkpoint.state import select_written
 
 
 @dataclass
@@ -323,15 +227,6 @@ def _writer(unfinished: Path, final: Path, index: Index, rank: int, ranks: int) 
     return Writer(unfinished, sync_files=True)
 
 
-def write_index(path: Path, index: Index) -> None:
-    """Write checkpoint.json, with its checksum, into the folder of a checkpoint."""
-    with open(path / INDEX, "w") as file:
-        content = json.loads(json.dumps(asdict(index), default=str))
-        json.dump(content | {"crc": _crc(content)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _lower_thread_priority() -> None:
     """Let this thread run only if the training leaves a core idle, unless it is the main thread.
 
@@ -339,243 +234,3 @@ def _lower_thread_priority() -> None:
     """
     if sys.platform == "linux" and threading.current_thread() is not threading.main_thread():
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-
-
-def checksum(path: Path) -> list[int]:
-    """Return [bytes, CRC-32] of a file."""
-    crc = size = 0
-    with open_regular(path) as file:
-        while block := file.read(2**22):
-            crc, size = zlib.crc32(block, crc), size + len(block)
-    return [size, crc]
-
-
-def read_index(path: Path) -> Index:
-    """Read checkpoint.json in the folder `path`.
-
-    Raises CheckpointError if it cannot be read or is damaged.
-    """
-    try:
-        with open_regular(path / INDEX) as file:
-            content = json.load(file)
-        crc = content.pop("crc", None)  # older checkpoints have none
-        index = TypeAdapter(Index).validate_python(content)
-        _check(index)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise CheckpointError(
-            f"{path} is damaged: its {INDEX} cannot be read ({where}: {first['msg']})"
-        ) from error
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: its {INDEX} cannot be read ({error})") from error
-    if crc not in (None, _crc(content)):
-        raise CheckpointError(f"{path} is damaged: its {INDEX} has another checksum than when it was written")
-    return index
-
-
-def _check(index: Index) -> None:
-    """Raise ValueError for values that Paceline does not write."""
-    if min(index.step, index.samples, index.epoch_samples, index.ranks) < 1:
-        raise ValueError("step, samples, epoch_samples and ranks must be at least 1")
-    if bad := next((name for name in index.files if not is_plain_name(name)), None):
-        raise ValueError(f"{bad!r} is no name of a file in its folder")
-    if bad := next((name for name, sums in index.files.items() if len(sums) != 2), None):
-        raise ValueError(f"{bad!r} has no size and checksum")
-
-
-def _crc(content: Any) -> int:
-    return zlib.crc32(json.dumps(content).encode())
-
-
-def verify_files(path: Path, index: Index, rank: int = 0, ranks: int = 1) -> str | None:
-    """Return what is wrong with the files of a checkpoint; None if nothing is.
-
-    Of `ranks` each reads a part.
-    """
-    for name, expected in sorted(index.files.items())[rank::ranks]:
-        try:
-            found = checksum(path / name)
-        except OSError as error:
-            return f"{name}: {reason(error)}"
-        if found[0] != expected[0]:
-            return f"{name} has {found[0]} bytes, {expected[0]} were written"
-        if found != expected:
-            return f"{name} has another checksum than when it was written"
-    return None
-
-
-def find_last_complete(
-    run: RunFolder, rank: int = 0, ranks: int = 1, steps: Sequence[int] | None = None
-) -> tuple[Path | None, Index | None, list[str]]:
-    """Return the newest complete checkpoint, its index, and a note on each newer one that is damaged.
-
-    steps: of the checkpoints to consider, oldest first [default: all]. A collective: the ranks divide the
-    files among themselves.
-    """
-    notes: list[str] = []
-    for step in reversed(steps if steps is not None else run.checkpoints()):
-        path = run.checkpoint(step)
-        wrong: str | None
-        try:
-            index = read_index(path)
-            wrong = verify_files(path, index, rank, ranks)
-        except CheckpointError as error:
-            index, wrong = None, str(error)
-        if ranks > 1:
-            answers: list[str | None] = [None] * ranks
-            dist.all_gather_object(answers, wrong)
-            wrong = next((answer for answer in answers if answer), None)
-        if wrong is None:
-            return path, index, notes
-        notes.append(f"checkpoint {path} is damaged and was skipped: {wrong}")
-    return None, None, notes
-
-
-def check_same_model(
-    path: Path, index: Index, task: str, settings: Mapping[str, Any], model: nn.Module
-) -> None:
-    """Raise CheckpointError if a checkpoint is of another task, or its tensors have other shapes."""
-    if index.task.rpartition(":")[2] != task.rpartition(":")[2]:
-        raise CheckpointError(
-            f"{path} is of the task {index.task}, not of {task}; start that task in another run"
-        )
-    shapes = {name: list(tensor.shape) for name, tensor in collect_model_tensors(model).items()}
-    if shapes == index.shapes:
-        return
-    name = next(name for name in [*shapes, *index.shapes] if shapes.get(name) != index.shapes.get(name))
-    in_model, in_checkpoint = (
-        f"has shape {tuple(table[name])}" if name in table else "is missing"
-        for table in (shapes, index.shapes)
-    )
-    changed = [key for key in {*settings, *index.set} if settings.get(key) != index.set.get(key)]
-    why = (
-        f" (--set {changed[0]}={index.set.get(changed[0])!r} then, {settings.get(changed[0])!r} now)"
-        if changed
-        else ""
-    )
-    raise CheckpointError(
-        f"{path} is of another model{why}: {name} {in_checkpoint} in the checkpoint and {in_model} in the "
-        "model"
-    )
-
-
-def rank_prefix(rank: int) -> str:
-    """Return the prefix of the names of a rank's state."""
-    return f"rank/{rank}/"
-
-
-def load_(
-    path: Path,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    prefix: str = "",
-    group: dist.ProcessGroup | None = None,
-    averages: Mapping[str, Tensor] | None = None,
-) -> bool:
-    """Read a checkpoint into a model and its optimizers, distributed by any plan.
-
-    Each rank reads what it holds.
-
-    optimizers: none: only the weights are read. prefix: of the names to read, "" or that of a rank. `group`:
-    the ranks that read; None: all. averages: tensors to read by their names in the checkpoint. A collective.
-
-    Returns whether the checkpoint has the averages; if not, they are not changed.
-    """
-    from paceline.training.checkpoint.metadata import read_tensors
-
-    metadata = load_metadata(path, read_index(path))
-    stored = metadata.state_dict_metadata
-    wanted: dict[str, Any] = {
-        f"{prefix}model/{name}": tensor
-        for name, tensor in collect_model_tensors(model).items()
-        if is_materialized(tensor)
-    }
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    begin = f"{prefix}optimizer/"
-    of_optimizers = {
-        name.removeprefix(begin): meta for name, meta in stored.items() if name.startswith(begin)
-    }
-    values = [
-        allocate_values(of_optimizers, local_optimizer(optimizer), names, index)
-        for index, optimizer in enumerate(optimizers)
-    ]
-    for of_optimizer in values:
-        wanted |= {f"{begin}{name}": value for name, value in of_optimizer.items()}
-    has_averages = all(name in stored for name in averages or ())
-    if has_averages:
-        wanted |= averages or {}
-    read_tensors(path, metadata, wanted, group)
-    for index, (optimizer, of_optimizer) in enumerate(zip(optimizers, values, strict=True)):
-        restore_values(local_optimizer(optimizer), names, of_optimizer, index)
-    return has_averages
-
-
-def load_metadata(path: Path, index: Index) -> Any:
-    """Return the metadata of a checkpoint: its tensors and their places. Raises CheckpointError."""
-    from paceline.training.checkpoint.metadata import read_metadata
-
-    return read_metadata(path, index.files, sum(size for size, _ in index.files.values()))
-
-
-def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Return the fields of an Index that describe the model."""
-    return {
-        "shapes": {name: list(tensor.shape) for name, tensor in collect_model_tensors(model).items()},
-        "tied": find_aliases(model),
-    }
-
-
-def read_scores(run: RunFolder, best: str) -> dict[int, float]:
-    """Return the score of each checkpoint by step, lower being better.
-
-    Checkpoints without a score are left out.
-
-    best: such as "min loss" or "max accuracy".
-    """
-    direction, name = best.split()
-    values = {}
-    for step in run.checkpoints():
-        with contextlib.suppress(CheckpointError):
-            values[step] = read_index(run.checkpoint(step)).metrics.get(name, math.nan)
-    return {
-        step: score if direction == "min" else -score
-        for step, score in values.items()
-        if not math.isnan(score)
-    }
-
-
-def read_best_score(run: RunFolder, best: str) -> float | None:
-    """Return the lowest of the scores; None if there is none."""
-    return min(read_scores(run, best).values(), default=None)
-
-
-def prune(run: RunFolder, keep: int, best: str) -> None:
-    """Delete all but the last `keep` checkpoints and the best."""
-    scores = read_scores(run, best)
-    kept = {*run.checkpoints()[-keep:], *([min(scores, key=scores.__getitem__)] if scores else [])}
-    for step in run.checkpoints():
-        if step not in kept:
-            deleted = run.ckpt / f".old_{step}"
-            run.checkpoint(step).rename(
-                deleted
-            )  # so that an interrupted deletion leaves no partial checkpoint
-            shutil.rmtree(deleted, ignore_errors=True)
-
-
-def quarantine(run: RunFolder, after: int) -> None:
-    """Rename the checkpoints after step `after`, which are damaged.
-
-    Otherwise `prune` would keep them as the last ones.
-    """
-    for step in run.checkpoints():
-        if step > after:
-            damaged = run.ckpt / f"damaged_{step}"
-            shutil.rmtree(damaged, ignore_errors=True)
-            run.checkpoint(step).rename(damaged)
-
-
-def delete_unfinished(run: RunFolder) -> None:
-    """Delete what an earlier process left unfinished."""
-    for path in run.ckpt.glob(".*"):
-        shutil.rmtree(path, ignore_errors=True)

@@ -10,8 +10,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from paceline.errors import CheckpointError
+from paceline.training.checkpoint.index import Index, read_index
+from paceline.training.checkpoint.integrity import verify_files
+from paceline.training.checkpoint.load import load_metadata
 from paceline.training.checkpoint.metadata import read_tensors
-from paceline.training.checkpoint.save import AVERAGES, Index, load_metadata, read_index, verify_files
+from paceline.training.checkpoint.state import AVERAGES
 
 
 @dataclass(frozen=True)

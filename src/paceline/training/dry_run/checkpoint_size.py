@@ -6,7 +6,7 @@ from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.torch_compat import make_fake_mode
-from paceline.training.checkpoint import save as checkpoint
+from paceline.training.checkpoint.state import collect_state
 from paceline.training.dry_run.dry_run import CPU, RealInputsMode
 from paceline.training.init.deferred_init import allocate_
 from paceline.training.model_facts.model_analysis import build_meta_model
@@ -42,5 +42,5 @@ def compute_state_bytes(spec: Spec, task: Task) -> int:
                 optimizer.state.clear()  # some of it may exist
             unknown_bytes = MOMENTS * sum(parameter.nbytes for parameter in trained)
         return unknown_bytes + sum(
-            tensor.nbytes + FRAME_BYTES for tensor in checkpoint.collect_state(model, optimizers).values()
+            tensor.nbytes + FRAME_BYTES for tensor in collect_state(model, optimizers).values()
         )

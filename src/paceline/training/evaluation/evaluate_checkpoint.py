@@ -30,8 +30,10 @@ from paceline.plan.plan import AUTO, Plan, ResolvedPlan, parse
 from paceline.run import RunFolder
 from paceline.spec import Launch, Spec, abbreviate
 from paceline.task import Task
-from paceline.training.checkpoint import save as checkpoints
 from paceline.training.checkpoint.identity import describe_changes, describe_identity
+from paceline.training.checkpoint.integrity import find_last_complete
+from paceline.training.checkpoint.load import check_same_model, load_
+from paceline.training.checkpoint.retention import read_scores
 from paceline.training.checks.rank_checks import check_ranks
 from paceline.training.evaluation.evaluate import evaluate
 from paceline.training.init.deferred_init import fill_
@@ -104,7 +106,7 @@ def select_checkpoints(run: RunFolder, which: str, best: str) -> list[int]:
         return steps
     listed = f"steps with a checkpoint: {', '.join(map(str, steps))}"
     if which == BEST:
-        scores = checkpoints.read_scores(run, best)
+        scores = read_scores(run, best)
         if not scores:
             raise CheckpointError(
                 f"{run.path} has no best checkpoint: none was saved with the metric of save.best={best!r}; "
@@ -238,7 +240,7 @@ def load_checkpoint(
     steps = [request.steps]
     if world.size > 1:  # a training that runs meanwhile may save and delete checkpoints
         dist.broadcast_object_list(steps, src=0)
-    path, index, notes = checkpoints.find_last_complete(run, world.rank, world.size, steps[0])
+    path, index, notes = find_last_complete(run, world.rank, world.size, steps[0])
     if path is None or index is None:
         raise CheckpointError(f"{run.path} has no complete checkpoint to load: {'; '.join(notes)}")
     # Evaluation divides any batch among the ranks; the analysis of the model needs a batch of a training,
@@ -250,10 +252,10 @@ def load_checkpoint(
     # Buffers that are not in the checkpoint keep their initial values.
     fill = partial(fill_, weights=analysis.weights, device=device)
     prepared = build_training(spec, plan, world, task, device, fill_with=fill, analysis=analysis)
-    checkpoints.check_same_model(path, index, spec.task, spec.set, prepared.model)
+    check_same_model(path, index, spec.task, spec.set, prepared.model)
     assert prepared.operations is not None
     averages = prepared.operations.state()
-    if not checkpoints.load_(path, prepared.model, (), group=prepared.group, averages=averages):
+    if not load_(path, prepared.model, (), group=prepared.group, averages=averages):
         prepared.operations.restart_averages()
         notes.append(f"{path} has no averages of all these weights; its weights are used")
     identity = describe_identity(spec, task, prepared.modules, prepared.optimizers)

@@ -16,7 +16,8 @@ from paceline.errors import RunError
 from paceline.sample_rng import number_samples
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.checkpoint.save import check_same_model, read_index
+from paceline.training.checkpoint.index import read_index
+from paceline.training.checkpoint.load import check_same_model
 from paceline.training.checkpoint.stored import load_weights
 from paceline.training.init.deferred_init import allocate_
 from paceline.training.init.named_tensors import named_tensors

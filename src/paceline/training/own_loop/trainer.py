@@ -23,7 +23,16 @@ from paceline.errors import CheckpointError, PlanError, TaskError
 from paceline.parallel.data_parallel.ddp import release, replicate
 from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
-from paceline.training.checkpoint import save as checkpoint
+from paceline.training.checkpoint.index import Index
+from paceline.training.checkpoint.integrity import find_last_complete
+from paceline.training.checkpoint.load import check_same_model, load_
+from paceline.training.checkpoint.save import Saver
+from paceline.training.checkpoint.state import (
+    collect_model_tensors,
+    collect_state,
+    describe_model,
+    find_buffers,
+)
 from paceline.training.optimization.gradient_norm import GradientNorm, scale_
 from paceline.training.own_loop.heartbeat import create_folder
 from paceline.training.profiling.loop_profile import LoopProfile
@@ -63,7 +72,7 @@ class Trainer:
     _sharded: Sequence[Any] = field(init=False, repr=False)  # modules of `fully_shard`
     _heartbeat: HeartbeatWriter | None = field(repr=False)
     steps: int = 0
-    _saver: checkpoint.Saver | None = field(default=None, repr=False)
+    _saver: Saver | None = field(default=None, repr=False)
     _profile: LoopProfile | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -190,7 +199,7 @@ class Trainer:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the whole weights and buffers by name, on each rank."""
-        tensors: dict[str, Any] = {**checkpoint.collect_model_tensors(self._module)}
+        tensors: dict[str, Any] = {**collect_model_tensors(self._module)}
         return {
             name: tensor.full_tensor() if is_dtensor(tensor) else tensor.clone()
             for name, tensor in tensors.items()
@@ -207,8 +216,8 @@ class Trainer:
         create_folder(run.ckpt, self.rank, self.ranks)
         if self._saver is None or self._saver.run != run:
             device = next(self._module.parameters()).device
-            self._saver = checkpoint.Saver(run, self.plan, self.rank, self.ranks, device)
-        index = checkpoint.Index(
+            self._saver = Saver(run, self.plan, self.rank, self.ranks, device)
+        index = Index(
             step=self.steps,
             samples=self.steps,
             epoch_samples=1,
@@ -217,11 +226,11 @@ class Trainer:
             plan=str(self.plan),
             ranks=self.ranks,
             seed=0,
-            **checkpoint.describe_model(self._module),
+            **describe_model(self._module),
         )
         self._enter(SAVE)
-        state = checkpoint.collect_state(self._module, [self.optimizer])
-        self._saver.start(index, state, buffers=checkpoint.find_buffers(self._module))
+        state = collect_state(self._module, [self.optimizer])
+        self._saver.start(index, state, buffers=find_buffers(self._module))
         result = self._saver.result(wait=True)
         assert result is not None
         self._enter(OWN_CODE)
@@ -235,11 +244,11 @@ class Trainer:
         Raises CheckpointError if it is of another model.
         """
         run = RunFolder(Path(folder))
-        path, index, _ = checkpoint.find_last_complete(run, self.rank, self.ranks)
+        path, index, _ = find_last_complete(run, self.rank, self.ranks)
         if path is None or index is None:
             return 0
-        checkpoint.check_same_model(path, index, OWN_LOOP, {}, self._module)
-        checkpoint.load_(path, self._module, [self.optimizer] if self.optimizer is not None else [])
+        check_same_model(path, index, OWN_LOOP, {}, self._module)
+        load_(path, self._module, [self.optimizer] if self.optimizer is not None else [])
         self.steps = index.step
         return self.steps
 

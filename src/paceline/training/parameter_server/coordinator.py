@@ -27,7 +27,7 @@ from paceline.errors import RankError
 from paceline.events import Ended, Event, Failed, Started, Step
 from paceline.parallel.loss.named_losses import check_same_names
 from paceline.plan.plan import ResolvedPlan
-from paceline.training.checkpoint import save as checkpoint
+from paceline.training.checkpoint.state import collect_model_tensors
 from paceline.training.parameter_server.partition import ParameterSlice, join_state
 from paceline.training.parameter_server.rpc import Message, Transport, make_completed_future
 from paceline.training.parameter_server.server_shard import ServerShard, make_load_message
@@ -189,7 +189,7 @@ class Coordinator:
         """Return model and optimizer state, by name in a checkpoint."""
         optimizer_state = self.gather_()
         return {
-            f"model/{name}": tensor for name, tensor in checkpoint.collect_model_tensors(self.model).items()
+            f"model/{name}": tensor for name, tensor in collect_model_tensors(self.model).items()
         } | optimizer_state
 
     def complete_events(self, events: Iterator[Event], ranks: int) -> Iterator[Event]:

@@ -18,7 +18,7 @@ from paceline.errors import PlanError
 from paceline.parallel.data_parallel.batch_norm import find_running_statistics, unsync_batch_norm
 from paceline.parallel.data_parallel.ddp import release
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
-from paceline.training.checkpoint import save as checkpoint
+from paceline.training.checkpoint.state import collect_model_tensors, collect_state, rank_prefix
 from paceline.training.optimization.gradient_norm import GradientNorm
 from paceline.training.step.step import TrainingStep
 
@@ -102,13 +102,10 @@ class LocalSgd:
         The averaged weights and the optimizer state of rank 0 have the names that other plans use. After each
         averaging rank 0 continues with the same combination.
         """
-        own = checkpoint.collect_state(self.model, [self.update.optimizer])
+        own = collect_state(self.model, [self.update.optimizer])
         with self.averaged():
-            means = {
-                f"model/{name}": tensor
-                for name, tensor in checkpoint.collect_model_tensors(self.model).items()
-            }
-        rank_state = {f"{checkpoint.rank_prefix(rank)}{name}": tensor for name, tensor in own.items()}
+            means = {f"model/{name}": tensor for name, tensor in collect_model_tensors(self.model).items()}
+        rank_state = {f"{rank_prefix(rank)}{name}": tensor for name, tensor in own.items()}
         if rank == 0:
             rank_state |= {name: tensor for name, tensor in own.items() if name not in means}
         return means, rank_state

@@ -16,7 +16,7 @@ from paceline.parallel.data_parallel.fsdp import drop_gathered
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Optimizer, abbreviate
 from paceline.task import Task
-from paceline.training.checkpoint.save import AVERAGES
+from paceline.training.checkpoint.state import AVERAGES
 from paceline.training.init.named_tensors import named_tensors
 from paceline.user_code import UserCode
 
