@@ -9,8 +9,9 @@ from torch import Tensor
 
 from paceline.errors import Error
 from paceline.parallel.loss.forward import ELSEWHERE
+from paceline.parallel.pipeline.forward_trace import ForwardTrace
 from paceline.parallel.pipeline.stage import PipelineRank, Stage
-from paceline.parallel.pipeline.tracer import ForwardTrace, unfused_attention
+from paceline.parallel.pipeline.stand_in_model import unfused_attention
 
 NO_INDEX = torch.zeros((), dtype=torch.long)
 

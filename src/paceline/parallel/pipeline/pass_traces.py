@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from paceline.batch import find_leaves
 from paceline.data.samples import Batch
 from paceline.errors import PlanError
+from paceline.parallel.pipeline.forward_trace import ForwardTrace
 from paceline.parallel.pipeline.stage import StagePartition
-from paceline.parallel.pipeline.tracer import ForwardTrace, StandInModel
+from paceline.parallel.pipeline.stand_in_model import StandInModel
 from paceline.task import Task
 
 if TYPE_CHECKING:

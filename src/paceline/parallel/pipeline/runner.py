@@ -31,12 +31,12 @@ from paceline.parallel.loss.named_losses import NamedLossSums
 from paceline.parallel.module_hooks import CallInterceptor, find_parts
 from paceline.parallel.pipeline.actions import ActionObserver
 from paceline.parallel.pipeline.eval import SequentialStageRunner
+from paceline.parallel.pipeline.forward_trace import ForwardTrace
 from paceline.parallel.pipeline.gradient_check import GradientCheck
 from paceline.parallel.pipeline.pass_traces import PassTraces, TracedModel
 from paceline.parallel.pipeline.sequence_slices import SequenceSlices, check_blocks
 from paceline.parallel.pipeline.stage import PipelineRank, Stage, StagePartition, divide, stage_ranks
 from paceline.parallel.pipeline.tied_weights import TiedWeightSync
-from paceline.parallel.pipeline.tracer import ForwardTrace
 from paceline.parallel.pytree import flatten
 from paceline.plan.plan import ResolvedPlan
 from paceline.task import Task, read_layout

@@ -12,7 +12,7 @@ from paceline.parallel.context.apply import ContextParallel
 from paceline.parallel.context.check import check_sequence_length
 from paceline.parallel.context.slices import count_rank_positions
 from paceline.parallel.pipeline.eval import SequentialStageRunner
-from paceline.parallel.pipeline.tracer import ForwardTrace, TensorMeta
+from paceline.parallel.pipeline.forward_trace import ForwardTrace, TensorMeta
 from paceline.plan.plan import Plan
 
 SplitDims = Mapping[int, Sequence[int | None]]  # cut -> dim along which each tensor that crosses it is split

@@ -19,7 +19,13 @@ from paceline.errors import PlanError, TaskError
 from paceline.parallel.module_hooks import CallInterceptor, Run
 from paceline.parallel.pipeline.buffers import BufferUse, StageBuffers
 from paceline.parallel.pipeline.capturing_hooks import replay_hooks
-from paceline.parallel.pipeline.tracer import ForwardTrace, PartCall, PassedThrough, Returned, TensorMeta
+from paceline.parallel.pipeline.forward_trace import (
+    ForwardTrace,
+    PartCall,
+    PassedThrough,
+    Returned,
+    TensorMeta,
+)
 from paceline.plan.partition import partition as balance
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 

@@ -7,10 +7,8 @@ through every operation, including those that autograd does not know, such as ma
 expert.
 """
 
-import contextlib
-import copy
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,258 +17,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from paceline.data.fake import fake_pass_error
-from paceline.data.samples import Batch
 from paceline.distributed.dtensor import storage_id
-from paceline.errors import PlanError
-from paceline.parallel.autograd_graph import find_reached_parameters
-from paceline.parallel.loss.forward import autocast, call_loss, call_model
-from paceline.parallel.module_hooks import CallInterceptor, Run, find_parts
+from paceline.parallel.module_hooks import CallInterceptor, Run
 from paceline.parallel.pipeline.buffers import BufferUse
-from paceline.parallel.pipeline.capturing_hooks import HookCall, record_hooks
-from paceline.task import Layout, Task
-from paceline.user_code import UserCode
+from paceline.parallel.pipeline.capturing_hooks import record_hooks
+from paceline.parallel.pipeline.forward_trace import (
+    ForwardTrace,
+    PartCall,
+    PassedThrough,
+    Returned,
+    TensorMeta,
+)
 
 EMPTY: Mapping[int, int] = MappingProxyType({})
 Mask = int  # bit c is set: depends on values before cut c that do not cross it
-
-
-@dataclass(frozen=True)
-class TensorMeta:
-    """Shape and data type of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_written: bool = False  # other code writes into the tensor
-
-    def placeholder(self, device: torch.device) -> Tensor:
-        """Return a tensor that must not be used: full of NaN, and without memory unless it is written to."""
-        fill_value = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
-        scalar = torch.full((), fill_value, dtype=self.dtype, device=device)
-        return scalar.expand(self.shape).clone() if self.is_written else scalar.expand(self.shape)
-
-
-@dataclass(frozen=True)
-class PassedThrough:
-    """An argument that a part returns unchanged."""
-
-    index: int  # among the leaves of (args, kwargs)
-
-
-@dataclass(frozen=True)
-class Returned:
-    """A tensor that a part returns, where a hook saw it."""
-
-    index: int  # among the leaves of the output
-
-
-@dataclass
-class PartCall:
-    """A call of a part."""
-
-    part: str
-    crossing: list[int]  # those leaves of (args, kwargs) that cross a cut before this call
-    crossing_metas: list[TensorMeta]  # of these leaves
-    # Leaves and structure; TensorMeta or PassedThrough stand for tensors.
-    output: tuple[list[Any], Any] = ([], None)
-    is_replicated: bool = False  # does not depend on parameters: every stage makes this call
-    flops: int = 0  # until the next call
-    # Hash of the operations until the next call: with shapes, and whether they run with gradients or are
-    # recomputed.
-    ops_hash: int = 0
-    is_written: bool = False  # other code writes into its output
-    # Calls of hooks that keep what they see; their leaves are as those of the output, or Returned.
-    hooks: list[HookCall] = field(default_factory=list)
-
-
-@dataclass
-class ForwardTrace:
-    """The calls of parts in a forward pass on placeholders, and the cuts that are possible between them."""
-
-    calls: list[PartCall] = field(default_factory=list)
-    barred: dict[int, str] = field(default_factory=dict)  # cut -> why it is not possible
-    # Parameter -> the calls during or after which it is used.
-    uses: dict[str, set[int]] = field(default_factory=dict)
-    # Parameters that are also used outside of the calls of their part.
-    used_outside: set[str] = field(default_factory=set)
-    buffers: dict[str, BufferUse] = field(default_factory=dict)
-    barred_by_buffers: set[int] = field(default_factory=set)
-
-    @property
-    def cuts(self) -> list[int]:
-        """The calls that a stage may begin with."""
-        return [
-            at
-            for at, call in enumerate(self.calls)
-            if at and not call.is_replicated and at not in self.barred
-        ]
-
-    def bar_tensor_parallel_pairs(self, styles: Mapping[str, str]) -> None:
-        """Bar cuts between a layer that tp splits by columns and the layer that takes its split features.
-
-        `styles`: split style by module name.
-        """
-        features_are_split = False
-        for at, call in enumerate(self.calls):
-            own = {style for name, style in styles.items() if f"{name}.".startswith(f"{call.part}.")}
-            if features_are_split:
-                self.barred.setdefault(at, f"{call.part} takes features that tp has split")
-            features_are_split = "row" not in own and (features_are_split or "column" in own)
-
-    def bar_buffer_cuts(self) -> None:
-        """Bar cuts that separate uses of a buffer that must be in the same stage."""
-        for name, use in self.buffers.items():
-            for cut in use.together:
-                self.barred_by_buffers.add(cut)
-                self.barred.setdefault(cut, f"buffer {name} is changed, and is used before and after it")
-
-    def merge_evaluation(self, evaluation: "ForwardTrace") -> None:
-        """Bar also the cuts that an evaluation bars, if it calls the same parts."""
-        if [call.part for call in self.calls] != [call.part for call in evaluation.calls]:
-            return
-        for name, use in evaluation.buffers.items():
-            self.buffers.setdefault(name, BufferUse()).add(use)
-        self.barred |= {cut: why for cut, why in evaluation.barred.items() if cut not in self.barred}
-        self.barred_by_buffers |= evaluation.barred_by_buffers
-        self.bar_buffer_cuts()
-
-
-class StandInModel:
-    """A copy of a model whose parameters and buffers are fake tensors, for tracing.
-
-    Make it while the model is as its constructor left it.
-    """
-
-    def __init__(self, model: nn.Module, layout: Layout, device: torch.device):
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        self.device = device
-        self.copy = copy.deepcopy(model)
-        self.interceptor = CallInterceptor(find_parts(self.copy, layout))
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.names: dict[int, str] = {}  # id of a fake parameter -> name
-        # Buffers whose values only the stage that changes them knows.
-        self.local_buffers: frozenset[str] = frozenset()
-        self.trainable = {name for name, parameter in self.copy.named_parameters() if parameter.requires_grad}
-        fakes: dict[int, Tensor] = {}
-        parameter_names = {id(parameter): name for name, parameter in self.copy.named_parameters()}
-        for module in self.copy.modules():
-            for tensors in (module._parameters, module._buffers):
-                for key, tensor in tensors.items():
-                    if tensor is not None:
-                        fakes[id(tensor)] = fakes.get(id(tensor), self.make_fake(tensor))
-                        tensors[key] = fakes[id(tensor)]  # type: ignore[assignment]
-                        if id(tensor) in parameter_names:
-                            self.names[id(fakes[id(tensor)])] = parameter_names[id(tensor)]
-
-    def make_fake(self, tensor: Tensor) -> Tensor:
-        with self.fake_mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
-
-    def trace_step(self, task: Task, batch: Batch, precision: str) -> ForwardTrace:
-        """Trace a pass in training.
-
-        If the pass changes buffers, evaluations must find them in the same stage, so an evaluation is
-        traced too.
-        """
-        trace = self.trace(task, batch, precision, training=True)
-        if any(use.changed and use.outside for use in trace.buffers.values()):
-            with contextlib.suppress(PlanError):  # a real evaluation will raise it
-                trace.merge_evaluation(self.trace(task, batch, precision, training=False))
-        return trace
-
-    def trace(self, task: Task, batch: Batch, precision: str, training: bool) -> ForwardTrace:
-        """Trace a forward pass. Raise PlanError if the model cannot run without values."""
-        while True:
-            trace = self._trace_once(task, batch, precision, training)
-            local = {name for name, use in trace.buffers.items() if use.is_local}
-            if local <= self.local_buffers:
-                return trace
-            self.local_buffers |= local  # values read from these depend on parameters
-
-    def _trace_once(self, task: Task, batch: Batch, precision: str, training: bool) -> ForwardTrace:
-        self.copy.train(training)
-        buffers = [(module._buffers, dict(module._buffers)) for module in self.copy.modules()]
-        tracer = _Tracer(self, training)
-        self.interceptor.visitor = tracer.visit_call
-        try:
-            with (
-                unfused_attention(),
-                torch.random.fork_rng(devices=[]),
-                torch.set_grad_enabled(training),
-                tracer,
-                autocast(precision, self.device),
-            ):
-                output = call_model(task, self.copy, batch)
-                tracer.finish(_compute_results(task, output, batch, training))
-        except PlanError:
-            raise
-        except (RuntimeError, TypeError, ValueError) as error:  # from user code that needs values
-            raise fake_pass_error(error, "where a pipeline may cut it", "a plan without pp") from error
-        finally:
-            self.interceptor.visitor, self.interceptor.inside = None, False
-            for own, before in buffers:
-                own.update(before)  # a model may assign them
-        return tracer.trace
-
-    def find_parameters_with_grad(self, task: Task, batch: Batch, precision: str) -> frozenset[str] | None:
-        """Return the names of the parameters that get gradients in a plain pass.
-
-        None: the task's loss needs values, so this is unknown.
-        """
-        parameters = [
-            tensor
-            for module in self.copy.modules()
-            for tensor in module._parameters.values()
-            if tensor is not None
-        ]
-        trainable = [tensor for tensor in parameters if self.names[id(tensor)] in self.trainable]
-        self.copy.train()
-        try:
-            for tensor in trainable:
-                tensor.requires_grad_()
-            user_code = UserCode("the forward pass without values", task.model)
-            with (
-                user_code,
-                torch.random.fork_rng(devices=[]),
-                torch.enable_grad(),
-                autocast(precision, self.device),
-            ):
-                loss = call_loss(task, call_model(task, self.copy, batch), batch)
-                return frozenset(
-                    self.names[leaf] for leaf in find_reached_parameters(loss) if leaf in self.names
-                )
-        except Exception:  # from user code that needs values
-            return None
-        finally:
-            for tensor in trainable:
-                tensor.requires_grad_(False)
-
-
-@contextlib.contextmanager
-def unfused_attention() -> Iterator[None]:
-    """Disable torch's fused encoder layers.
-
-    They drop masked positions, and the stages must agree on shapes.
-    """
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-def _compute_results(task: Task, output: Any, batch: Batch, training: bool) -> list[Any]:
-    """Return what the task computes from an output: loss and, in evaluation, metrics."""
-    try:
-        with UserCode("the forward pass without values", task.loss):
-            metrics = [] if training else list(task.metrics(output, batch).values())
-            # The state of an accumulator does not show what it uses.
-            whole = [output] * any(not isinstance(metric, Tensor) for metric in metrics)
-            return [call_loss(task, output, batch), *metrics, *whole]
-    except Exception:  # from user code that needs values; assume that it uses the whole output
-        return tree_leaves(output)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -289,21 +49,34 @@ def _is_checkpointed() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-class _Tracer(TorchDispatchMode):
-    """Follow which values depend on which parameters."""
+class DependencyTracer(TorchDispatchMode):
+    """Follow which values depend on which parameters.
 
-    def __init__(self, model: StandInModel, grad_enabled: bool):
+    interceptor: of the calls of the parts of `model`. parameter_names: by id of a parameter.
+    local_buffers: names of buffers whose values only the stage that changes them knows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        interceptor: CallInterceptor,
+        parameter_names: Mapping[int, str],
+        local_buffers: frozenset[str],
+        grad_enabled: bool,
+    ):
         super().__init__()
         from torch.utils.flop_counter import flop_registry
 
         aten = torch.ops.aten
         on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
         self.flops = {on_cpu: flop_registry[aten._scaled_dot_product_flash_attention], **flop_registry}
-        self.model = model
+        self.interceptor = interceptor
+        self.parameter_names = parameter_names
+        self.local_buffers = local_buffers
         self.trace = ForwardTrace()
         self.own_parameters = {
             name: {id(tensor) for module in part.modules() for tensor in module._parameters.values()}
-            for name, part in model.interceptor.parts.items()
+            for name, part in interceptor.parts.items()
         }
         self.now = -1  # index of the latest call
         self.operations = 0  # that compute, so far
@@ -316,10 +89,10 @@ class _Tracer(TorchDispatchMode):
         # id of a tensor that crossed a cut, or of a view of it -> the storage it would have after the cut
         self.storage_after_cut: dict[int, int] = {}
         self.kept: list[Any] = []  # objects kept alive so that no id is used twice
-        self.buffers = {storage_id(buffer): name for name, buffer in model.copy.named_buffers()}  # by storage
+        self.buffers = {storage_id(buffer): name for name, buffer in model.named_buffers()}  # by storage
         self.assigned = [
             (module._buffers, key, buffer)
-            for module in model.copy.modules()
+            for module in model.modules()
             for key, buffer in module._buffers.items()
             if buffer is not None
         ]
@@ -337,13 +110,13 @@ class _Tracer(TorchDispatchMode):
         mask = 0
         for tensor in inputs:
             mask |= self.mask_of(tensor)
-            if name := self.model.names.get(id(tensor)):
+            if name := self.parameter_names.get(id(tensor)):
                 mask |= -1 << (self.now + 1)
                 self.trace.uses.setdefault(name, set()).add(max(self.now, 0))
                 if not self.inside or id(tensor) not in self.own_parameters[self.trace.calls[self.now].part]:
                     self.trace.used_outside.add(name)
         for tensor in inputs:
-            if (name := self._note_buffer_use(tensor)) in self.model.local_buffers:
+            if (name := self._note_buffer_use(tensor)) in self.local_buffers:
                 mask |= -1 << (self.now + 1)
         if self.inside:
             if self.inside_own:
@@ -451,13 +224,13 @@ class _Tracer(TorchDispatchMode):
                 call.crossing.append(index)
                 call.crossing_metas.append(TensorMeta(tuple(leaf.shape), leaf.dtype))
         self._bar_cuts_around(call, at)
-        has_parameters = any(True for _ in self.model.interceptor.parts[name].parameters())
-        self.inside = self.model.interceptor.inside = True
+        has_parameters = any(True for _ in self.interceptor.parts[name].parameters())
+        self.inside = self.interceptor.inside = True
         self.inside_own = has_parameters
-        with record_hooks(self.model.interceptor.parts[name], lambda: self.operations) as hooks:
+        with record_hooks(self.interceptor.parts[name], lambda: self.operations) as hooks:
             result = run(*args, **kwargs)
         self._note_buffer_assignments()
-        self.inside = self.model.interceptor.inside = self.inside_own = False
+        self.inside = self.interceptor.inside = self.inside_own = False
         call.is_replicated = not has_parameters and not any(map(self.mask_of, _tensors(result)))
         given = {id(leaf): index for index, leaf in enumerate(tree_leaves((args, kwargs)))}
         # Not tree_map: a user's class may check what it is built from.

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from paceline.parallel.module_hooks import find_parts
+from paceline.parallel.pipeline.forward_trace import ForwardTrace
 from paceline.parallel.pipeline.stage import StagePartition, divide, stage_ranks
-from paceline.parallel.pipeline.tracer import ForwardTrace
 from paceline.parallel.tensor.apply import Splits
 from paceline.plan.comm_volume import CommVolume, sum_entries
 from paceline.plan.plan import ResolvedPlan

@@ -31,7 +31,8 @@ from paceline.user_code import UserCode
 
 if TYPE_CHECKING:
     from paceline.parallel.data_parallel.shard_units import ShardUnits
-    from paceline.parallel.pipeline.tracer import ForwardTrace, StandInModel
+    from paceline.parallel.pipeline.forward_trace import ForwardTrace
+    from paceline.parallel.pipeline.stand_in_model import StandInModel
     from paceline.parallel.tensor.apply import Splits
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
@@ -108,10 +109,10 @@ def analyze_model(
         analysis = replace(analysis, updates=updates)
     splits = stand_in = trace = None
     if plan.pp > 1:
-        from paceline.parallel.pipeline import tracer
+        from paceline.parallel.pipeline.stand_in_model import StandInModel
 
         # Before the first pass, which may leave tensors in the model that deepcopy refuses.
-        stand_in = tracer.StandInModel(model, read_layout(task), device)
+        stand_in = StandInModel(model, read_layout(task), device)
     if plan.cp > 1:
         from paceline.parallel.context.check import check_context_parallel
 
