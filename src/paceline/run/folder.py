@@ -2,20 +2,14 @@
 
 import contextlib
 import fcntl
-import getpass
-import itertools
 import json
 import os
 import platform
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,11 +17,9 @@ from paceline import spec as spec_file
 from paceline.errors import RunError
 from paceline.files import has_open, open_regular
 from paceline.spec import Launch, Spec
-from paceline.version import __version__
 
 STEP = re.compile("step_(0|[1-9][0-9]*)")
 JOB = re.compile("[0-9]+(_[0-9]+)?")
-MAX_NAME_BYTES = 200  # of a run folder's name: longer names are derived from it, and file systems limit those
 RUNS = Path("runs")  # contains the runs that no --run-dir names
 
 
@@ -331,185 +323,3 @@ class RunFolder:
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
         return file
-
-
-def choose_path(path: str | None, task: str) -> Path:
-    """Return the path of a new run: `path`, or runs/TASK-TIME. Raises RunError if `path` exists."""
-    if path is not None:
-        given_path = Path(path)
-        if len(os.fsencode(given_path.name)) > MAX_NAME_BYTES:
-            raise RunError(
-                f"the name of the run folder {given_path.name[:20]}… must be shorter, got"
-                f" {len(given_path.name)} characters; choose another --run-dir"
-            )
-        if str(given_path).startswith("-"):
-            raise RunError(
-                f"the name of a run folder must not begin with a dash, got {given_path}: programs would take "
-                "it for an option; choose another --run-dir"
-            )
-        if os.path.lexists(given_path):
-            raise _exists(given_path)
-        return given_path
-    name = re.sub(r"\W+", "-", task.rpartition(":")[2]).strip("-").lower()
-    stem = f"{RUNS}/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    candidates = (Path(stem + (f"-{k}" if k > 1 else "")) for k in itertools.count(1))
-    return next(
-        candidate
-        for candidate in candidates
-        if not candidate.exists() and not _reservation(candidate).exists()
-    )
-
-
-def reserve(path: str | None, task: str) -> Path:
-    """Return the path of a new run, as `choose_path` does, and reserve a default path for this process.
-
-    The reservation ends when `create` makes the folder, or at `release`. Raises RunError if writing fails.
-    """
-    run_path = choose_path(path, task)
-    if path is not None:
-        return run_path
-    try:
-        run_path.parent.mkdir(exist_ok=True)
-    except OSError as error:
-        raise _cannot_create(run_path, error) from error
-    try:
-        _reservation(run_path).touch(exist_ok=False)
-    except (FileExistsError, FileNotFoundError):  # another process reserved it, or deleted `runs` meanwhile
-        return reserve(path, task)
-    except OSError as error:
-        raise _cannot_create(run_path, error) from error
-    if run_path.exists():  # created after choose_path looked
-        release(run_path)
-        return reserve(path, task)
-    return run_path
-
-
-def release(path: Path) -> None:
-    """Remove the reservation of a path, if it exists."""
-    with contextlib.suppress(OSError):  # it was not reserved, or `runs` contains other runs
-        _reservation(path).unlink()
-        path.parent.rmdir()
-
-
-def _reservation(path: Path) -> Path:
-    return path.with_name(f".{path.name}")
-
-
-def create(path: Path, spec: Spec, launch: Launch, provenance: Mapping[str, Any] | None = None) -> RunFolder:
-    """Create a run folder with its request and its provenance.
-
-    provenance: from `collect_provenance`, for a process that creates many runs [default: collect it].
-    Raises RunError if the folder exists or cannot be created.
-    """
-    create_folder(path)
-    release(path)
-    run = RunFolder(path)
-    run.write_request(spec, launch.model_copy(update={"run": None}))
-    facts = collect_provenance() if provenance is None else provenance
-    run.provenance.write_text(json.dumps(facts, indent=2) + "\n")
-    return run
-
-
-def create_folder(path: Path) -> None:
-    """Create a folder for a run, with its parents. Raises RunError if it exists or cannot be created."""
-    try:
-        path.mkdir(parents=True)
-    except FileExistsError:
-        raise _exists(path) from None
-    except OSError as error:
-        raise _cannot_create(path, error) from error
-
-
-def _cannot_create(path: Path, error: OSError) -> RunError:
-    return RunError(f"cannot create the run folder {path}: {error.strerror}")
-
-
-def _exists(path: Path) -> RunError:
-    hint = f"to continue it: paceline resume {path}" if (path / "spec.toml").exists() else "it is not a run"
-    return RunError(f"{path} already exists; choose another --run-dir ({hint})")
-
-
-def open_run(path: Path, needs_request: bool = True) -> RunFolder:
-    """Return an existing run. Raises RunError if `path` is not a run folder, or is damaged.
-
-    needs_request: False accepts the folder of a user's own loop, too, which has no spec.toml.
-    """
-    if not path.is_dir():
-        neighbours = [str(run) for run in path.parent.glob("*/spec.toml")] if path.parent.is_dir() else []
-        raise RunError(
-            f"no such run: {path}"
-            + spec_file.suggest(str(path), [str(Path(run).parent) for run in neighbours[-20:]])
-        )
-    is_own_loop = not needs_request and (path / "ranks").is_dir() and not (path / "events.jsonl").exists()
-    if not is_own_loop and not (path / "spec.toml").is_file():
-        raise RunError(f"{path} is not a run folder: it has no spec.toml")
-    for names, is_right, kind in ((FOLDERS, Path.is_dir, "folder"), (FILES, Path.is_file, "file")):
-        for file in (path / name for name in names):
-            if os.path.lexists(file) and not is_right(file):
-                raise RunError(f"{file} must be a {kind} in a run folder; move it away")
-    return RunFolder(path)
-
-
-FOLDERS = ("ckpt", "figures", "ranks", "tensorboard", "traces", "monitor")
-FILES = (
-    "provenance.json",
-    "profile.json",
-    "job.sh",
-    "job",
-    "events.jsonl",
-    "log.txt",
-    "lock",
-    "diagnosis.txt",
-    "suspects.jsonl",
-)
-
-
-def find_latest() -> Path:
-    """Return the run in runs/ that was written to last. Raises RunError if there is no run."""
-
-    def modified(run: Path) -> float:
-        return max(
-            file.stat().st_mtime for file in (run / "spec.toml", run / "events.jsonl") if file.exists()
-        )
-
-    runs = [path.parent for path in Path("runs").glob("*/spec.toml")]
-    if not runs:
-        raise RunError("no runs in runs/; specify the folder of a run")
-    return max(runs, key=modified)
-
-
-def collect_provenance() -> dict[str, Any]:
-    """Return the origin of a run that starts now, for provenance.json. Unknown values are left out."""
-
-    def git(*words: str) -> str | None:
-        try:
-            return subprocess.run(
-                ["git", *words], capture_output=True, text=True, check=True, timeout=5
-            ).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return None
-
-    def installed(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
-    from paceline.cluster.cpu import read_cpu
-
-    facts = {
-        "command": sys.argv,
-        "folder": os.getcwd(),
-        "host": platform.node(),
-        "user": getpass.getuser(),
-        "system": platform.platform(),
-        "processor": read_cpu().name or None,
-        "python": platform.python_version(),
-        "packages": {"paceline": __version__}
-        | {name: number for name in ("torch", "numpy") if (number := installed(name))},
-        "git_revision": git("rev-parse", "HEAD"),
-        "git_changed": bool(changed)
-        if (changed := git("status", "--porcelain", "--untracked-files=no")) is not None
-        else None,
-    }
-    return {key: value for key, value in facts.items() if value is not None}
