@@ -25,7 +25,7 @@ from machine import description
 from paceline.errors import Error
 from paceline.inspect.facts import RunFacts
 from paceline.inspect.find import find
-from paceline.inspect.read_facts import read_facts, read_recording
+from paceline.inspect.read_facts import read_facts, read_recorded_facts
 from paceline.run import RunFolder
 
 RUN = "run"  # the name of the run of a case, or of its recording
@@ -75,7 +75,7 @@ def read_case(case: Case, folder: Path) -> RunFacts:
         make_run(case, new)
         new.rename(folder)
     path = folder / RUN
-    return read_recording(path) if path.is_file() else read_facts(RunFolder(path))
+    return read_recorded_facts(path) if path.is_file() else read_facts(RunFolder(path))
 
 
 def run_cases(cases: Sequence[Case], folder: Path) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from paceline.plan.plan import Plan
 from paceline.run import RunFolder
 from paceline.training.checkpoint.index import Index
 from paceline.training.checkpoint.save import Saver
-from paceline.training.checkpoint.state import collect_state, describe_model
+from paceline.training.checkpoint.state import collect_state, describe_tensors
 from paceline.units import format_bytes, format_count, several
 
 WIDTH, LAYERS, BATCH = 4096, 6, 64  # six layers of 16.8 million parameters
@@ -65,7 +65,7 @@ class Training:
             "seed": 0,
             "epoch_samples": BATCH,
         }
-        return Index(step=self.step, samples=self.step * BATCH, **facts, **describe_model(self.model))
+        return Index(step=self.step, samples=self.step * BATCH, **facts, **describe_tensors(self.model))
 
 
 def all_true(flag: bool) -> bool:

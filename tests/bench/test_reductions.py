@@ -28,7 +28,7 @@ from paceline.bench.collectives.request import (
     CollectiveRequest,
     algorithm_environ,
     parse_algorithms,
-    parse_counts,
+    parse_rank_counts,
 )
 from paceline.bench.collectives.workers import run_all_workers
 from paceline.bench.report.busbw import _list_looks, draw
@@ -211,7 +211,7 @@ def test_algorithms_reach_the_ranks_and_name_their_rows(monkeypatch: pytest.Monk
 
 
 def test_counts_and_algorithms_are_parsed() -> None:
-    assert parse_counts("8,2,4,2") == (2, 4, 8)
+    assert parse_rank_counts("8,2,4,2") == (2, 4, 8)
     assert parse_algorithms("ring, tree/ll128,RING") == ("Ring", "Tree/LL128")
 
 

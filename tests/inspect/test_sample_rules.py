@@ -9,7 +9,7 @@ import pytest
 from paceline.events import Failed
 from paceline.inspect.facts import RunFacts
 from paceline.inspect.finding import Missing
-from paceline.inspect.read_facts import read_recording
+from paceline.inspect.read_facts import read_recorded_facts
 from paceline.spec import Loading, Spec
 from run_facts import (
     BY_NAME,
@@ -87,10 +87,10 @@ def test_a_gpu_that_disappears_is_noted(tmp_path: Path) -> None:
         stamp = f"2026/01/05 10:{second // 60:02}:{second % 60:02}.000"
         lines += [f"{stamp}, {gpu}, 93 %" for gpu in (0, 1) if gpu == 0 or second < 30]
     (tmp_path / "gpu.csv").write_text("\n".join(lines) + "\n")
-    notes = read_recording(tmp_path / "gpu.csv").notes
+    notes = read_recorded_facts(tmp_path / "gpu.csv").notes
     assert notes == ("GPU 1 has no samples after 29.0 s of 1:29: it or its sensor disappeared",)
     (tmp_path / "gpu.csv").write_text("\n".join(lines[:60]) + "\n")
-    assert read_recording(tmp_path / "gpu.csv").notes == ()
+    assert read_recorded_facts(tmp_path / "gpu.csv").notes == ()
 
 
 def test_a_short_job_in_a_long_recording(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from paceline import Spec, Task, train
 from paceline.data.fake import example_batch
 from paceline.errors import PlanError
 from paceline.parallel.module_hooks import find_parts
+from paceline.parallel.pipeline.forward_trace import TensorMeta
 from paceline.parallel.pipeline.runner import Pipeline
 from paceline.parallel.pipeline.split_backward import WeightGradients
 from paceline.parallel.pipeline.stage import Stage, StagePartition, divide, stage_ranks
-from paceline.parallel.pipeline.tied_weights import TiedWeightSync
-from paceline.parallel.pipeline.forward_trace import TensorMeta
 from paceline.parallel.pipeline.stand_in_model import StandInModel
+from paceline.parallel.pipeline.tied_weights import TiedWeightSync
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer

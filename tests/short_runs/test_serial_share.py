@@ -12,7 +12,7 @@ from paceline.plan.plan import Plan
 from paceline.plan.search.best_plans import find_best_plans
 from paceline.short_runs.scaling import MeasuredPoint, judge
 from paceline.short_runs.serial_share import Sample, fit_amdahl, fit_gustafson
-from paceline.short_runs.training import BLOCKS, WARM_UP_STEPS, ShortRun, measure_step
+from paceline.short_runs.training import BLOCKS, WARM_UP_STEPS, ShortRun, summarize_steps
 
 COUNTS = (1, 2, 4, 8)
 
@@ -125,7 +125,7 @@ def test_slow_steps_do_not_count() -> None:
     )
     slow = {*range(1, WARM_UP_STEPS + 1), 8, 9}
     events = [step(n, 9.0 if n in slow else 2.0) for n in range(1, 21)]
-    assert measure_step([*events, profile]) == (2.0, 0.0, 20 - len(slow))
-    assert measure_step(events)[2] == 20 - WARM_UP_STEPS
+    assert summarize_steps([*events, profile]) == (2.0, 0.0, 20 - len(slow))
+    assert summarize_steps(events)[2] == 20 - WARM_UP_STEPS
     with pytest.raises(RunError, match="3 steps to measure"):
-        measure_step(events[: WARM_UP_STEPS + BLOCKS - 1])
+        summarize_steps(events[: WARM_UP_STEPS + BLOCKS - 1])

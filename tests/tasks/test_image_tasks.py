@@ -13,7 +13,7 @@ from harness import differences_from_single
 from image_files import write_images
 from paceline import Spec, TaskError
 from paceline.data import Folder
-from paceline.data.cache.sizes import find_sources
+from paceline.data.cache.sizes import find_source_sizes
 from paceline.data.shards.pack import pack
 from paceline.errors import DataError
 from paceline.events import Step
@@ -138,8 +138,8 @@ def test_folders_may_be_packed(tmp_path: Path) -> None:
     assert train is not None
     assert validation is not None
     assert train.fingerprint() != validation.fingerprint()
-    assert [source.bytes for source in find_sources(train)] < [
-        source.bytes for source in find_sources(validation)
+    assert [source.bytes for source in find_source_sizes(train)] < [
+        source.bytes for source in find_source_sizes(validation)
     ]
     with pytest.raises(DataError, match=r"no such folder: .*whole/other, which .*whole does not contain"):
         Folder(tmp_path / "whole/other")

@@ -187,7 +187,7 @@ def check_full(facts: RunFacts) -> Outcome:
     return _each_gpu(facts, find, "memory used", "memory total")
 
 
-def check_growth(facts: RunFacts) -> Outcome:
+def check_gpu_growth(facts: RunFacts) -> Outcome:
     """GPUs whose memory grows steadily until the end."""
 
     def find(gpu: Gpu) -> Evidence | None:

@@ -140,6 +140,6 @@ class RunFacts:
 MAX_PROFILED = 1000  # steps of one profile; a damaged line may have more
 
 
-def weighted_sum(points: Sequence[StepPoint], values: Sequence[float]) -> float:
+def sum_over_steps(points: Sequence[StepPoint], values: Sequence[float]) -> float:
     """Return the sum of a value over all steps that the points represent."""
     return sum(point.num_steps * value for point, value in zip(points, values, strict=True))

@@ -29,7 +29,7 @@ def _no_samples(facts: RunFacts, count: int = MIN_SAMPLES) -> Missing:
     return Missing(f"it needs {count} samples of the node{facts.why_no_samples}")
 
 
-def check_growth(facts: RunFacts) -> Outcome:
+def check_memory_growth(facts: RunFacts) -> Outcome:
     """Memory of a rank, or of its workers, that grows steadily."""
     found: list[Evidence] = []
     was_checked = False

@@ -133,7 +133,7 @@ def read_facts(run: RunFolder) -> RunFacts:
     )
 
 
-def read_recording(path: Path) -> RunFacts:
+def read_recorded_facts(path: Path) -> RunFacts:
     """Return the facts of a recording: a file of `paceline monitor`, or CSV of nvidia-smi.
 
     Raises RunError if it cannot be read, or is neither."""

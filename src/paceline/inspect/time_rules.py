@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.events import Saved
 from paceline.inspect.contention import CONTENTION_SHARE, measure_contention
-from paceline.inspect.facts import RunFacts, StepPoint, weighted_sum
+from paceline.inspect.facts import RunFacts, StepPoint, sum_over_steps
 from paceline.inspect.finding import Evidence, Missing, Outcome
 from paceline.units import format_seconds, several
 
@@ -42,7 +42,7 @@ def lacks_steps(facts: RunFacts) -> Missing | None:
     """Return what is missing if there are too few steps after the warm-up, else None."""
     if facts.num_warm < MIN_STEPS:
         return Missing(f"it needs {MIN_STEPS} steps after the first, got {facts.num_warm}")
-    seconds = weighted_sum(facts.warm, [point.step_s for point in facts.warm])
+    seconds = sum_over_steps(facts.warm, [point.step_s for point in facts.warm])
     if seconds < MIN_WARM_S:
         return Missing(f"it needs steps of {MIN_WARM_S} s together, got {format_seconds(seconds)}")
     return None
@@ -92,8 +92,8 @@ def _measure_input(
     """Return the seconds of waiting for input, and of the whole step."""
     usual = _without_stalls(points)
     count = sum(point.num_steps for point in usual)
-    data_s = weighted_sum(usual, [point.data_s for point in usual]) / count
-    step_s = weighted_sum(usual, [point.step_s for point in usual]) / count
+    data_s = sum_over_steps(usual, [point.data_s for point in usual]) / count
+    step_s = sum_over_steps(usual, [point.step_s for point in usual]) / count
     if workers or (contention is not None and contention <= CONTENTION_SHARE):
         return data_s, step_s
     # A rank that loses its core while it reads seems to wait, in some of the steps: the median leaves these

@@ -46,7 +46,7 @@ def check_weights(context: PreflightContext) -> Results:
 def check_data(context: PreflightContext) -> Results:
     """Read the first and the last sample of each split as a training does."""
     from paceline.batch import find_tensors
-    from paceline.data.cache.sizes import find_sources
+    from paceline.data.cache.sizes import find_source_sizes
     from paceline.data.samples import FailedSample
 
     mounts = list_mounts()
@@ -65,7 +65,7 @@ def check_data(context: PreflightContext) -> Results:
             f"{count:,} samples of {samples.split!r}; the first and the last can be read"
             + (size if read_bytes else ""),
         )
-        for source in find_sources(samples.dataset):
+        for source in find_source_sizes(samples.dataset):
             yield "passes", f"{samples.split!r} is {describe_source(source, mounts)}"
 
 

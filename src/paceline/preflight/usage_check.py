@@ -75,9 +75,9 @@ def _compare_with_quota(found: Iterable[FolderUsage], runs: Path) -> str:
 
 def find_purposes(datasets: Sequence[Any], runs: Path) -> Iterator[tuple[str, list[Path], list[Path]]]:
     """Yield (purpose, folders, folders in these that have another purpose). runs: the folder of runs."""
-    from paceline.data.cache.sizes import find_sources
+    from paceline.data.cache.sizes import find_source_sizes
 
-    data = sorted({source.folder for dataset in datasets for source in find_sources(dataset)})
+    data = sorted({source.folder for dataset in datasets for source in find_source_sizes(dataset)})
     found = [RunFolder(path.parent) for path in sorted(runs.glob("*/events.jsonl"))]
     checkpoints = [run.ckpt for run in found]
     environment = Path(sys.prefix)

@@ -32,7 +32,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, V
             yield f"{prefix}{key}", str(value)
 
 
-def read_request_text(run: RunFolder) -> str:
+def format_request(run: RunFolder) -> str:
     """Return the request of a run as Markdown, or why it cannot be read."""
     try:
         text = run.spec.read_text("utf-8", errors="replace")

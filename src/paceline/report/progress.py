@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from paceline.errors import Error
 from paceline.events import Ended, Evaluated, Event, Failed, NoiseMeasured, Noted, Stalled, Started, Step
 from paceline.output import open_append
-from paceline.report.hyperparameters import read_hyperparameters, read_request_text
+from paceline.report.hyperparameters import format_request, read_hyperparameters
 from paceline.report.run_view import view
 from paceline.report.summary import SummaryBuilder
 from paceline.report.text import (
@@ -234,7 +234,7 @@ def _write_scalars(run: RunFolder) -> Iterator[Show]:
                 return
             if run.spec.exists():
                 writer.write_hyperparameters(read_hyperparameters(run), started_s)
-                writer.write_text("request", read_request_text(run), 0, started_s)
+                writer.write_text("request", format_request(run), 0, started_s)
         if isinstance(event, Noted):
             writer.write_text("notes", event.message, event.step, event.time)
             return

@@ -65,7 +65,7 @@ def train_shortly(
     begin = time.monotonic()
     is_local = launch.nodes == 1 and launch.launcher in (None, "local")
     events = _train_here(spec, launch, steps) if is_local else _train_elsewhere(spec, launch, steps, report)
-    step_s, error, count = measure_step(events)
+    step_s, error, count = summarize_steps(events)
     return ShortRun(
         ranks, spec.batch, plan, step_s, error, count, time.monotonic() - begin, _break_down(events)
     )
@@ -76,7 +76,7 @@ def count_steps(predicted_step_s: float) -> int:
     return min(MAX_STEPS, max(STEPS, math.ceil(SECONDS / predicted_step_s)))
 
 
-def measure_step(events: Sequence[Event]) -> tuple[float, float, int]:
+def summarize_steps(events: Sequence[Event]) -> tuple[float, float, int]:
     """Return the median time of a step, its relative standard error, and the number of steps in it.
 
     Neither the first steps count nor those that were profiled. Raises RunError if no others remain.

@@ -12,7 +12,7 @@ from paceline.report.run_view import glance
 from paceline.report.text import format_headline
 from paceline.run import RunFolder
 from paceline.units import format_count, without_controls
-from paceline.web.runs import RunList, find_state
+from paceline.web.runs import RunList, describe_state
 
 EVERY_S = 1.0  # between two looks at the files
 ROW_S = 10.0  # between two lines of a running run of a list
@@ -52,7 +52,7 @@ def follow_run(run: RunFolder, write: Write) -> int:
         write(str(seen.skipped))
     if summary.started is not None:
         write(format_headline(summary.started))
-    state, sentence = find_state(run, summary)
+    state, sentence = describe_state(run, summary)
     write(sentence)
     show = show_lines(lambda text: write(without_controls(text)))
     while state in ("running", "not started"):
@@ -62,7 +62,7 @@ def follow_run(run: RunFolder, write: Write) -> int:
             return 1
         for event in reader.new():
             show(event)
-        state, now = find_state(run, glance(run).summary)
+        state, now = describe_state(run, glance(run).summary)
         if state not in ("running", "not started"):
             for event in reader.new():  # those that it wrote until its end
                 show(event)

@@ -17,7 +17,7 @@ from paceline.training.checkpoint.identity import describe_identity
 from paceline.training.checkpoint.index import Index
 from paceline.training.checkpoint.retention import delete_unfinished, prune
 from paceline.training.checkpoint.save import Saver
-from paceline.training.checkpoint.state import describe_model, find_buffers
+from paceline.training.checkpoint.state import describe_tensors, find_buffers
 from paceline.training.guard.checkpoint_digest import can_digest, digest_weights
 from paceline.training.optimization.plateau import PlateauState
 from paceline.training.prepared import PreparedTraining, RankContext
@@ -130,7 +130,7 @@ class CheckpointPolicy:
             plateau=plateau,
             digests=self._digest_weights(),
             identity=describe_identity(self.spec, context.task, prepared.modules, prepared.optimizers),
-            **describe_model(prepared.model),
+            **describe_tensors(prepared.model),
         )
         self.saver.start(index, state, rank_state, find_buffers(prepared.model))
         self._saved_step, self._saved_at = step, time.perf_counter()

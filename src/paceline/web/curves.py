@@ -60,7 +60,7 @@ def round_all(values: Sequence[float | None], digits: int = 6) -> list[float | N
     return [round_to(value, digits) for value in values]
 
 
-def list_names(view: RunView) -> list[str]:
+def list_curves(view: RunView) -> list[str]:
     """Return the names of all curves: fields of steps, named losses, metrics; without very long names.
 
     Those of steps begin with "step:", those of metrics with "metric:"."""
@@ -70,7 +70,7 @@ def list_names(view: RunView) -> list[str]:
 
 
 def find_curve(view: RunView, key: str, axis: str, limit: int = MAX_POINTS, **range_: Any) -> CurvePoints:
-    """Return a curve by its name from `list_names`. Raises RunError for an unknown name."""
+    """Return a curve by its name from `list_curves`. Raises RunError for an unknown name."""
     kind, _, name = key.partition(":")
     if kind not in ("step", "metric"):
         raise RunError("the name of a curve begins with step: or metric:")

@@ -11,12 +11,12 @@ from paceline.plotting.colours import colour
 from paceline.report.run_view import RunView
 from paceline.report.text import format_event
 from paceline.units import without_controls
-from paceline.web.curves import MAX_CURVES, Selection, list_names, round_to
+from paceline.web.curves import MAX_CURVES, Selection, list_curves, round_to
 from paceline.web.figures import build_figures
 from paceline.web.machine import build_machine, build_map
 from paceline.web.prediction import StoredPrediction, read_prediction
 from paceline.web.preview import PREVIEW, build_preview
-from paceline.web.runs import WatchedRun, find_state, show_name, sign
+from paceline.web.runs import WatchedRun, describe_state, show_name, sign
 from paceline.web.settings import build_differences, build_origin
 
 MAX_MARKS = 300  # of each kind, on the curves
@@ -80,7 +80,7 @@ def build_curves(run: WatchedRun, selection: Selection) -> tuple[Panels, Tables]
     """Return which curves are shown, with the marks on them, and their tables."""
     view = run.view
     axis = selection.axis if selection.axis in view.axes else "step"
-    names = list_names(view)
+    names = list_curves(view)
     shown = [name for name in names if selection.filter.lower() in name.lower()][:MAX_CURVES]
     panel = {
         "axis": axis,
@@ -106,7 +106,7 @@ def build_comparison(run: WatchedRun, others: Sequence[WatchedRun], panels: Pane
                 other.wait_for_curves()
                 axis = shown.get("axis", "step")
                 if axis in other.view.axes:
-                    keys = [key for key in shown.get("names", ()) if key in list_names(other.view)]
+                    keys = [key for key in shown.get("names", ()) if key in list_curves(other.view)]
                     found = other.curves.build(other.view, axis, keys)
                     tables |= {
                         name.replace("curve:", f"other:{at}:", 1): table for name, table in found.items()
@@ -121,7 +121,7 @@ def build_comparison(run: WatchedRun, others: Sequence[WatchedRun], panels: Pane
 def build_header(run: WatchedRun) -> dict[str, Any]:
     view = run.view
     summary, started = run.summary, run.summary.started
-    state, sentence = find_state(run.folder, summary)
+    state, sentence = describe_state(run.folder, summary)
     header: dict[str, Any] = {"name": show_name(run.folder.path), "state": state, "sentence": sentence}
     last = view.last_time
     header |= {"updated": last, "starts": summary.starts, "is_sampled": summary.sampled is not None}

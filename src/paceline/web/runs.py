@@ -246,7 +246,7 @@ def sign(*paths: Path) -> Signature:
     return tuple(signature)
 
 
-def find_state(run: RunFolder, summary: Summary) -> tuple[str, str]:
+def describe_state(run: RunFolder, summary: Summary) -> tuple[str, str]:
     """Return the state of a run in a word, and in half a sentence."""
     sentence = describe_run(run, summary)
     word = STATES.match(sentence)
@@ -272,7 +272,7 @@ def _build_row(run_id: str, run: RunFolder, earlier: EarlierEvents) -> tuple[dic
     row: dict[str, Any] = {"id": run_id, "name": show_name(run.path), "state": "damaged", "problem": ""}
     try:
         summary = glance(open_run(run.path, needs_request=run.spec.exists()), ROW_BYTES, earlier).summary
-        row["state"], row["sentence"] = find_state(run, summary)
+        row["state"], row["sentence"] = describe_state(run, summary)
     except Error as error:
         return row | {"problem": str(error)}, None
     started: Started | None = summary.started

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.inspect.report.run_record import find_differences, flatten, read_request
+from paceline.inspect.report.run_record import find_differences, flatten_tables, read_request
 from paceline.web.runs import WatchedRun, sign
 
 MAX_ROWS = 300
@@ -21,7 +21,7 @@ def _read_origin(run: WatchedRun) -> dict[str, Any]:
     origin, problem = run.folder.origin()
     request, why = read_request(run.view)
     return {
-        "origin": _to_rows(flatten(origin)),
+        "origin": _to_rows(flatten_tables(origin)),
         "request": _to_rows(request),
         "problem": "; ".join(filter(None, (problem, why))),
     }

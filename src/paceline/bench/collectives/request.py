@@ -41,7 +41,7 @@ def parse_names(text: str, known: "tuple[str, ...]", what: str) -> tuple[str, ..
     return names
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
+def parse_rank_counts(text: str) -> tuple[int, ...]:
     """Return numbers of ranks, sorted: `"8,2"` -> `(2, 8)`. Raises BenchError."""
     try:
         counts = sorted({int(word) for word in text.split(",")})

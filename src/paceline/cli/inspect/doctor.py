@@ -43,7 +43,7 @@ def doctor(
     from paceline.doctor.text import format_details, format_sentence
     from paceline.errors import SpecError
     from paceline.inspect.find import find
-    from paceline.inspect.read_facts import read_facts, read_recording
+    from paceline.inspect.read_facts import read_facts, read_recorded_facts
     from paceline.inspect.text import format_findings
     from paceline.run import find_latest, open_run
     from paceline.training.guard.suspects import describe_suspects
@@ -53,7 +53,7 @@ def doctor(
         if predict:
             raise SpecError(f"--predict requires a run, and {run} is a recording; leave it out")
         check_outputs(json, None)
-        found = find(read_recording(run))
+        found = find(read_recorded_facts(run))
         if json is not None:
             _write(json, None, found)
         print_parts(f"{run}: {_count(found)}", *format_findings(found))

@@ -194,7 +194,7 @@ def _print_results(path: Path, csv: Path | None, file: TextIO) -> None:
 
     from paceline.errors import Error
     from paceline.inspect.find import find
-    from paceline.inspect.read_facts import read_recording
+    from paceline.inspect.read_facts import read_recorded_facts
     from paceline.inspect.text import format_findings
     from paceline.monitor.overview import describe_extent, summarize_samples
     from paceline.monitor.samples import read_samples
@@ -202,7 +202,7 @@ def _print_results(path: Path, csv: Path | None, file: TextIO) -> None:
     console = Console(file=file, highlight=False)
     try:
         samples = read_samples(path)
-        found = find(read_recording(path))
+        found = find(read_recorded_facts(path))
     except Error as error:
         print(f"paceline: {error}", file=file)
         return

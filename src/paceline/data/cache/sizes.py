@@ -40,11 +40,11 @@ class SourceSize:
     packed: int = 0
 
 
-def find_sources(dataset: Any) -> Iterator[SourceSize]:
+def find_source_sizes(dataset: Any) -> Iterator[SourceSize]:
     """Yield the files of a dataset of `paceline.data`; nothing for other datasets."""
     if isinstance(dataset, Mixture):
         for source in dataset.sources:
-            yield from find_sources(source)
+            yield from find_source_sizes(source)
     elif isinstance(dataset, (Tokens, TokenDocuments)):
         path = dataset.file.path
         yield SourceSize(

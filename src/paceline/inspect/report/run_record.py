@@ -76,7 +76,7 @@ def build_record(
         "machine": _build_machine(view),
         "findings": _build_findings(findings) if findings is not None else None,
         "events": _list_events(view),
-        "provenance": flatten(origin),
+        "provenance": flatten_tables(origin),
         "request": request,
     }
 
@@ -102,17 +102,17 @@ def read_request(view: RunView) -> tuple[Record, str]:
     try:
         spec, launch = view.run.request()
         given = launch.model_dump(exclude_none=True, exclude={"run"})
-        return flatten(spec.model_dump(mode="json") | given), ""
+        return flatten_tables(spec.model_dump(mode="json") | given), ""
     except Error as error:
         return {}, f"the request is not shown: {error}"
 
 
-def flatten(tree: Any, before: str = "") -> Record:
+def flatten_tables(tree: Any, before: str = "") -> Record:
     """Return the leaves of nested tables by their dotted keys."""
     if isinstance(tree, Mapping):
         found: Record = {}
         for key, value in tree.items():
-            found |= flatten(value, f"{before}.{key}" if before else str(key))
+            found |= flatten_tables(value, f"{before}.{key}" if before else str(key))
         return found
     if isinstance(tree, (list, tuple)):
         return {_shorten(before): _shorten(" ".join(map(str, tree)))}

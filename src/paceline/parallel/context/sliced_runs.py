@@ -8,7 +8,7 @@ from torch.utils._pytree import TreeSpec
 from paceline.errors import PlanError
 from paceline.parallel.context.check import check_sequence_length, no_attention_message
 from paceline.parallel.context.find_splits import SequenceSplits
-from paceline.parallel.data_parallel.reduced_buffers import list_names
+from paceline.parallel.data_parallel.reduced_buffers import list_first
 from paceline.plan.plan import Plan
 
 
@@ -91,7 +91,7 @@ def choose_runs(
 def describe_whole_blocks(plan: Plan, names: Sequence[str]) -> str:
     """Return what to report of blocks with attention that run on whole sequences."""
     return (
-        f"plan {plan}: on each rank, whole sequences run through {list_names(names)}; their slices would "
+        f"plan {plan}: on each rank, whole sequences run through {list_first(names)}; their slices would "
         "need other numbers of positions, or are shorter than two positions"
     )
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.data_parallel.reduced_buffers import list_names
+from paceline.parallel.data_parallel.reduced_buffers import list_first
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 PIECE = 2**20  # elements that are hashed at a time
@@ -47,7 +47,7 @@ class BufferComparison:
 
 def describe_different_buffers(names: Sequence[str]) -> str:
     """Return what to report of buffers that differ between data ranks."""
-    what = f"buffers {list_names(names)} have" if len(names) > 1 else f"buffer {names[0]} has"
+    what = f"buffers {list_first(names)} have" if len(names) > 1 else f"buffer {names[0]} has"
     return (
         f"{what} different values on the data ranks, other than in one process; declare in layout().buffers "
         "how the changes combine: 'mean', 'sum' or 'none'"

@@ -96,7 +96,7 @@ def _check_dtype(name: str, buffer: Tensor, reduction: Reduction) -> None:
         )
 
 
-def list_names(names: Sequence[str]) -> str:
+def list_first(names: Sequence[str]) -> str:
     """Return the first of these names."""
     return f"{', '.join(names[:4])}{', …' if len(names) > 4 else ''}"
 
@@ -275,6 +275,6 @@ def describe_own_buffers(reductions: Mapping[str, Reduction]) -> str | None:
     if not names:
         return None
     return (
-        f"each rank has its own values of the buffers that layout() declares 'none' ({list_names(names)}); "
+        f"each rank has its own values of the buffers that layout() declares 'none' ({list_first(names)}); "
         "checkpoints have those of rank 0"
     )

@@ -77,7 +77,7 @@ def select_written(
     }
 
 
-def describe_model(model: nn.Module) -> dict[str, Any]:
+def describe_tensors(model: nn.Module) -> dict[str, Any]:
     """Return the fields of an Index that describe the model."""
     return {
         "shapes": {name: list(tensor.shape) for name, tensor in collect_model_tensors(model).items()},

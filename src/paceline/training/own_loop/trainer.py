@@ -30,7 +30,7 @@ from paceline.training.checkpoint.save import Saver
 from paceline.training.checkpoint.state import (
     collect_model_tensors,
     collect_state,
-    describe_model,
+    describe_tensors,
     find_buffers,
 )
 from paceline.training.optimization.gradient_norm import GradientNorm, scale_
@@ -226,7 +226,7 @@ class Trainer:
             plan=str(self.plan),
             ranks=self.ranks,
             seed=0,
-            **describe_model(self._module),
+            **describe_tensors(self._module),
         )
         self._enter(SAVE)
         state = collect_state(self._module, [self.optimizer])

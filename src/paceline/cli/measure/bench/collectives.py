@@ -123,8 +123,8 @@ def _request(
         DTYPES,
         CollectiveRequest,
         parse_algorithms,
-        parse_counts,
         parse_names,
+        parse_rank_counts,
         parse_sizes,
     )
 
@@ -133,7 +133,7 @@ def _request(
     chosen: dict[str, tuple[str, ...]] = {}
     if operations is not None:
         chosen["operations"] = parse_names(operations, (*ALL_OPERATIONS,), "operation")
-    counts = parse_counts(ranks) if ranks is not None else None
+    counts = parse_rank_counts(ranks) if ranks is not None else None
     algorithms = parse_algorithms(nccl) if nccl is not None else ()
     sizes_bytes = parse_sizes(sizes)
     chosen_dtypes = parse_names(dtypes, (*DTYPES,), "type")

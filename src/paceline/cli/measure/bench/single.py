@@ -186,7 +186,7 @@ def data(
 
     spec = read_request(target, {"batch": batch, "precision": precision}, set or [])[0]
     task = load_task(spec.task, spec.set)
-    counts, prefetches = parse_counts("--workers", workers, 0), parse_counts("--prefetch", prefetch, 1)
+    counts, prefetches = parse_numbers("--workers", workers, 0), parse_numbers("--prefetch", prefetch, 1)
     from paceline.bench import suites
     from paceline.bench.data_loading import default_worker_counts, loader_settings
     from paceline.bench.device import choose_bench_device
@@ -200,7 +200,7 @@ def data(
     finish(collected, json, plot, show, draw)
 
 
-def parse_counts(flag: str, text: str | None, minimum: int) -> list[int]:
+def parse_numbers(flag: str, text: str | None, minimum: int) -> list[int]:
     """Return the numbers of a list, without duplicates: `"0,2,4"` -> [0, 2, 4]. Raises SpecError."""
     from paceline.errors import SpecError
     from paceline.units import is_whole_number

@@ -21,7 +21,7 @@ from paceline.lesson import ask, check, column, num_ranks, picture, rows, run, t
 n = num_ranks()
 
 
-class Stream:
+class ThreadStream:
     def __init__(self, name):
         self.name, self.work, self.spans = name, queue.Queue(), []
         threading.Thread(target=self.run, daemon=True).start()
@@ -74,7 +74,7 @@ def process(streams):
     return values
 
 
-one, three = [Stream("one stream")] * 3, [Stream(part) for part in PARTS]
+one, three = [ThreadStream("one stream")] * 3, [ThreadStream(part) for part in PARTS]
 rows("2 x + 1 of five batches", ("streams", "results"), [(1, process(one)), (3, results := process(three))])
 check("the results do not depend on the streams", results, [2.0 * batch + 1 for batch in range(BATCHES)])
 check("each stream works in order", all(s.spans == sorted(s.spans) for s in three))
@@ -111,7 +111,7 @@ def draw(figure):
 
 
 def reduce_in_a_stream(waits):
-    compute, communicate = Stream("compute"), Stream("communicate")
+    compute, communicate = ThreadStream("compute"), ThreadStream("communicate")
     gradient, sent = torch.zeros(2), threading.Event()
     if not waits:
         compute.wait(sent)  # the computation is late
@@ -136,7 +136,7 @@ check("without, nothing was computed yet", column(sums, "without"), [[0.0, 0.0]]
 # A program that reads the clock right after a launch measures the launch. Wait for the stream first. On a
 # GPU: `torch.cuda.Stream()`, `with torch.cuda.stream(s):` to launch, `s.record_event()`,
 # `s.wait_event(event)`, and `torch.cuda.synchronize()` before the clock is read.
-lazy, gate = Stream("lazy"), threading.Event()
+lazy, gate = ThreadStream("lazy"), threading.Event()
 lazy.wait(gate)
 done = lazy.record()
 check("launch() has returned, and the work is not done", not done.is_set())
