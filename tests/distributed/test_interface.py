@@ -44,6 +44,25 @@ WORDS = (
 # On one machine
 
 
+@pytest.mark.network
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disabled_loopback_interface_is_reported_in_a_sentence(ranks: int, tmp_path: Path) -> None:
+    write_task(tmp_path)
+    ended = subprocess.run(
+        ["unshare", "--net", *PACELINE, *WORDS, "runs/a", "--ranks", str(ranks)],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "paceline: cannot reach 127.0.0.1, over which the ranks of a machine communicate: Network is "
+        "unreachable; enable the loopback interface: ip link set lo up\n",
+    ), ended.stdout
+
+
 @pytest.mark.parametrize(
     ("environ", "message"),
     [

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import psutil
 import torch.distributed as dist
 
-from paceline.distributed.store import ALL_INTERFACES, unwrap_store
+from paceline.distributed.store import ALL_INTERFACES, check_loopback, unwrap_store
 from paceline.errors import LaunchError
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -77,7 +77,7 @@ def choose_interface(store: dist.Store, size: int) -> None:
 def use_loopback() -> None:
     """Let gloo, torch's RPC and NCCL use the loopback interface, unless the user has set another.
 
-    For ranks that are all on this machine.
+    For ranks that are all on this machine. Raises LaunchError if no interface is set, and loopback is down.
     """
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     for name, addresses in psutil.net_if_addrs().items():
@@ -87,6 +87,8 @@ def use_loopback() -> None:
             for variable in INTERFACE_VARIABLES:
                 os.environ.setdefault(variable, name)
             return
+    if not os.environ.get("GLOO_SOCKET_IFNAME"):
+        check_loopback()
 
 
 @contextlib.contextmanager

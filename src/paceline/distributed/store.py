@@ -27,6 +27,8 @@ def open_store(
 
     Raises LaunchError if it cannot listen there.
     """
+    if host == LOOPBACK:
+        check_loopback()
     try:
         server = _open_socket(host, port)
     except OSError as error:
@@ -45,6 +47,18 @@ def open_store(
             wait_for_workers=wait_for is not None,
             master_listen_fd=server.detach(),
         )
+
+
+def check_loopback() -> None:
+    """Raise LaunchError if this machine cannot reach itself, as torch would retry for minutes."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((LOOPBACK, 9))  # a datagram socket sends nothing
+        except OSError as error:
+            raise LaunchError(
+                f"cannot reach {LOOPBACK}, over which the ranks of a machine communicate: {error.strerror}; "
+                "enable the loopback interface: ip link set lo up"
+            ) from error
 
 
 def _open_socket(host: str, port: int) -> socket.socket:
