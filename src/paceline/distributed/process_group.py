@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import secrets
+import sys
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import replace
@@ -134,6 +135,7 @@ FLIGHT_RECORDER_SIZE = 64  # collectives in torch's flight recorder, which `pace
 RECORDED_PER_STEP, MAX_RECORDED = 256, 2048  # the same for a trace; reading 2048 takes about 0.1 s
 # Minimum timeout until each rank has run all kinds of operations of a step once.
 START_TIMEOUT_S = 600.0
+SLOW_START_S = 60.0  # after which rank 0 reports for which ranks it waits
 SAVE_TIMEOUT_S = 1800.0  # the same while ranks write a checkpoint, for the slowest of them
 
 
@@ -302,7 +304,7 @@ def join_through_file(
 
 
 def meet_through_file(
-    world: World, timeout: timedelta, meeting_place: Path, may_grow: bool = False
+    world: World, timeout: timedelta, meeting_place: Path, may_grow: bool = False, noun: str = "rank"
 ) -> tuple[dist.TCPStore, str]:
     """Return a store that rank 0 opens on a free port, and a secret key that only the ranks share.
 
@@ -311,6 +313,9 @@ def meet_through_file(
 
     may_grow: whether processes of other machines join later by `join_through_file`. Rank 0 then keeps the
         file, and must delete it.
+    noun: what meets, for messages.
+
+    Raises LaunchError if they have not met after `timeout`.
     """
     note = meeting_place / name_note(world)
     if world.rank == 0:
@@ -318,20 +323,57 @@ def meet_through_file(
         key = secrets.token_hex(32)
         meeting_place.mkdir(parents=True, exist_ok=True)
         write_secret(note, f"{where} {key}")
-        for rank in range(1, world.size):
-            store.wait([f"here/{rank}"], timeout)
+        _wait_for_others(store, world.size, where, timeout, noun)
         if not may_grow:
             note.unlink()
         return store, key
+    found = None
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError):
-            where, key = read_own(note).split()
-            store = _join_store(where, world, timeout)
+            found, key = read_own(note).split()
+            store = _join_store(found, world, timeout)
             store.set(f"here/{world.rank}", "")
             return store, key
         time.sleep(0.05)
+    me = f"{noun} {world.rank} on {platform.node()}"
+    if found is not None:
+        raise LaunchError(
+            f"{me} could not connect to {noun} 0 at {found} for {timeout.total_seconds():.0f} s; check the "
+            "network between the nodes"
+        )
     raise LaunchError(
-        f"rank {world.rank} waited {timeout.total_seconds():.0f} s for rank 0 to write {note}; do all ranks "
-        "see that folder?"
+        f"{me} waited {timeout.total_seconds():.0f} s for {noun} 0 to write {note}; check that {noun} 0 runs "
+        f"and that all {noun}s see this folder"
     )
+
+
+def _wait_for_others(store: dist.Store, size: int, where: str, timeout: timedelta, noun: str) -> None:
+    """Wait until the others of `size` have joined. A slow start is reported while it can still succeed.
+
+    where: the address of the store. Raises LaunchError if they have not joined after `timeout`.
+    """
+
+    def describe_missing() -> str:
+        missing = [str(rank) for rank in range(1, size) if not store.check([f"here/{rank}"])]
+        listed = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
+        return f"{len(missing)} of {size} {noun}s ({listed}, counted from 0)"
+
+    begin, timeout_s = time.monotonic(), timeout.total_seconds()
+    is_reported = False
+    for rank in range(1, size):
+        while not store.check([f"here/{rank}"]):
+            waited_s = time.monotonic() - begin
+            if waited_s > timeout_s:
+                raise LaunchError(
+                    f"{describe_missing()} did not connect to {where} within {timeout_s:.0f} s; "
+                    "check that they run and that the network lets them connect"
+                )
+            if waited_s > SLOW_START_S and not is_reported:
+                is_reported = True
+                print(
+                    f"paceline: still waiting for {describe_missing()} to connect to {where}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(0.05)

@@ -26,7 +26,12 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from paceline.distributed.network_interface import find_local_address
-from paceline.distributed.process_group import join_through_file, meet_through_file, name_note
+from paceline.distributed.process_group import (
+    START_TIMEOUT_S,
+    join_through_file,
+    meet_through_file,
+    name_note,
+)
 from paceline.distributed.world import World
 from paceline.errors import LaunchError, RankError
 from paceline.launch.elastic.agent import LeftOutError, Membership, run_agent
@@ -48,7 +53,6 @@ from paceline.run import RunFolder
 from paceline.spec import Launch
 
 TASK_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
-RENDEZVOUS_S = 60.0  # for all agents to connect
 KEEP_ALIVE_S, MAX_MISSED = 2, 3  # an agent sends a sign every 2 s; it is lost after 3 missing signs
 LOST_S = 20.0  # without an answer of the store, after which a node ends
 LAST_CALL_S = 5  # for nodes beyond the least number to join a new start
@@ -176,16 +180,16 @@ def _run(
 
 def _connect_agents(run: RunFolder, me: World, may_grow: bool) -> tuple[dist.TCPStore, str]:
     """Return a store on the first agent to which all agents are connected, and a secret key of this step."""
-    timeout = timedelta(seconds=RENDEZVOUS_S)
+    timeout = timedelta(seconds=START_TIMEOUT_S)
     try:
-        store, key = meet_through_file(me, timeout, run.path, may_grow)
+        store, key = meet_through_file(me, timeout, run.path, may_grow, "node")
         if me.rank == 0:
             store.set("all here", "")
         store.wait(["all here"], timeout)
         store.set_timeout(timedelta(seconds=LOST_S))
     except dist.DistError as error:
         raise LaunchError(
-            f"not all of {me.size} nodes were connected after {RENDEZVOUS_S:.0f} s; "
+            f"not all of {me.size} nodes were connected after {START_TIMEOUT_S:.0f} s; "
             "check that all nodes can reach the first"
         ) from error
     return store, key
