@@ -3,7 +3,7 @@
     python benchmarks/traces.py [--rounds 5] [--samples 24]
 
 Under each plan, a training on two ranks writes the histograms of every 10th step. The cost is the time by
-which such a step and the next one are longer than the mean of the other eight, and is shown as the share of
+which such a step and the next step are longer than the mean of the other eight, and is shown as the share of
 100 steps. Other trainings trace 5 steps. The cost is the time by which these and the next ten steps are
 longer than usual steps, and is shown as the share of 1,000 steps. The first trace of a process also starts
 torch's profiler. The bar is 2 % for each.

@@ -3,9 +3,9 @@
 Each contender trains the digits CNN with the same 40 pairs of learning rate and width, 4 trials at a time,
 one rank and one thread each, and evaluates after each epoch. Paceline also writes checkpoints, events and
 logs. The loop of the others reads whole batches from memory and has no other duty. The seconds are those of
-the whole command. The mean of the accuracies shows that all train alike; other initial weights and orders of
-the samples give the plain loop 0.76 to 0.80. Runs are paired: the contenders take turns. Requires Optuna, and
-Ray Tune with pandas: pip install "paceline[tune,ray]" pandas
+the whole command. The mean of the accuracies shows that all train equally well: other initial weights and
+orders of the samples give the plain loop 0.76 to 0.80. Runs are paired: the contenders take turns.
+Requires Optuna, and Ray Tune with pandas: pip install "paceline[tune,ray]" pandas
 
 python benchmarks/tune_makespan.py [--runs 5] [--contenders paceline optuna ray] [--epochs 3]
     [--json turns.json --turns 1]

@@ -19,7 +19,7 @@ def expect_rpc(n: int) -> dict:
     roles = [["trains" if n > 1 else "trains, and owns w2", losses]]
     roles += [["owner of w2" if r == n - 1 else "idle", None] for r in range(1, n)]
     return {
-        "Each rank asks the next one for a sum, and all for their rank": [
+        "Each rank asks the next rank for a sum, and all for their rank": [
             [r, owners[r], r + 10, list(range(n))] for r in range(n)
         ],
         "Values that live on the next rank": [

@@ -294,7 +294,7 @@ class Score(Accumulator):
 
 WRONG = {
     "kept": "metrics() returned the same Score object for 'score' again, which still has the samples of an "
-    "earlier batch; create a new one in each call of metrics()",
+    "earlier batch; create a new metric in each call of metrics()",
     "two kinds": "metrics() returned a Score and a F1 for 'score'; return the same class for each batch",
     "none": "metrics() must return tensors or accumulators, got NoneType for 'score'; update() of an "
     "accumulator must return self",

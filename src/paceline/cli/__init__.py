@@ -95,7 +95,7 @@ MODULES |= {"bench": "measure.bench.app", "tune": "train.tune.command"}
 def _check_repeated_options(command: Any, context: Any, args: list[str]) -> None:
     """Raise SpecError if an option that takes one value has two different values.
 
-    Click uses the last one silently.
+    Click uses the last value silently.
     """
     if context.resilient_parsing:  # completion of a command line that is not finished
         return

@@ -122,7 +122,7 @@ def is_local_host(host: str) -> bool:
 def choose_listen_address(host: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, list[str]]:
     """Return the address on which a store for several machines listens, and the names to connect to.
 
-    host: the name by which the other machines know this one, if known.
+    host: the name by which the other machines know this machine, if known.
 
     The address is that of the interface set in GLOO_SOCKET_IFNAME, else that of `host` or of the machine's
     name. If that name resolves to the machine itself, as on Debian, the store listens on all interfaces, and

@@ -42,7 +42,7 @@ class StartClock:
         self.seconds: dict[str, float] = {}
 
     def mark(self, phase: str) -> None:
-        """End a phase. The next one starts now."""
+        """End a phase. The next phase starts now."""
         now = time.perf_counter()
         self.seconds[phase], self._since = now - self._since, now
 

@@ -23,7 +23,7 @@ def open_store(
     """Return a store that listens only on the address of `host`.
 
     port: 0 for any free port.
-    wait_for: the number of ranks to wait for, including this one.
+    wait_for: the number of ranks to wait for, including this rank.
 
     Raises LaunchError if it cannot listen there.
     """

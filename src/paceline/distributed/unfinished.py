@@ -16,7 +16,7 @@ def records_collectives() -> bool:
 def wait_for_collectives(timeout_s: float) -> bool:
     """Wait until gloo's threads have left all collectives that this process started.
 
-    Waiting for the result of a collective is not enough: gloo's thread hands the result over and goes on,
+    Waiting for the result of a collective is not enough: gloo's thread hands the result over and continues,
     for example to write the time into a profile (torch 2.13). Returns False after the timeout.
     """
     ends = time.monotonic() + timeout_s

@@ -206,7 +206,7 @@ def check_scaling(facts: RunFacts) -> Outcome:
     if gain / factor >= MIN_GAIN:
         return []
     if facts.is_cpu and (reason := find_contention(facts)) is not None:
-        # All waits in turn are an upper bound, which a run that is slower than the smaller one needs not.
+        # All waits in turn are an upper bound, which a run that is slower than the smaller bound needs not.
         explained = measure_explained_wait(facts) if gain >= 1 else measure_contention(facts) or 0.0
         own_share = 1 - explained
         if not facts.beats or own_share <= 0 or gain / factor >= MIN_GAIN * own_share:

@@ -87,7 +87,7 @@ def _list_functions() -> dict[tuple[ModuleType, str], Any]:
 
 
 def _find_replaced(before: dict[tuple[ModuleType, str], Any]) -> str | None:
-    """Return the name of a function that is another one now, or None."""
+    """Return the name of a function that was replaced, or None."""
     for (module, name), value in before.items():
         if vars(module).get(name) is not value:
             vars(module)[name] = value

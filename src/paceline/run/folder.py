@@ -1,4 +1,4 @@
-"""RunFolder: the one place that knows the file names of a run."""
+"""RunFolder: the only place that knows the file names of a run."""
 
 import contextlib
 import fcntl

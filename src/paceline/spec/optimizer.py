@@ -152,7 +152,7 @@ class Optimizer(Value):
     fused: str | None = Field(
         default=None,
         description="patterns of matrices that are several, such as *.kv_proj.weight:2, which muon "
-        "orthogonalizes apart [default: queries, keys and values in one matrix]",
+        "orthogonalizes separately [default: queries, keys and values in one matrix]",
     )
     no_decay: str | None = Field(
         default=None,

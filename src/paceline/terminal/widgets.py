@@ -1,4 +1,4 @@
-"""Widgets: lines of text of which only those that changed are drawn again, and the help."""
+"""Widgets: lines of text, which are drawn again only if they change, and the help."""
 
 from collections.abc import Iterable
 from typing import ClassVar

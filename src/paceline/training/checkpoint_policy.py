@@ -74,7 +74,7 @@ class CheckpointPolicy:
             self.saver.prepare()
 
     def is_overdue(self) -> bool:
-        """Return whether rank 0 should request a save, because the last one is `save.minutes` ago."""
+        """Return whether rank 0 should request a save, because the last save is `save.minutes` ago."""
         if self.saver is None or self.context.world.rank:
             return False
         return time.perf_counter() - self._saved_at > 60 * self.spec.save.minutes

@@ -20,7 +20,7 @@ def diverged_error(
 ) -> DivergedError:
     """Return the error that ends a training at this step, with the checkpoint to which a user can go back.
 
-    skipped: steps in a row whose loss or gradient was not finite, with this one.
+    skipped: steps in a row whose loss or gradient was not finite, with this step.
     """
     where = f"at step {step}"
     if skipped > 1:

@@ -61,7 +61,7 @@ MAX_OVERFLOWS = 40  # steps in a row whose update fp16 skips; the scale is then 
 class TrainingLoop:
     """One training on one rank: its steps, evaluations and checkpoints.
 
-    The metrics of a step are read while the next one runs, so that neither the host nor another rank waits;
+    The metrics of a step are read while the next step runs, so that neither the host nor another rank waits;
     those of quick steps are read together.
     """
 

@@ -21,7 +21,7 @@ def check_monitor(value: object) -> float | Literal["off"]:
 
 
 class NodeSampler:
-    """The sampler of this node, if this rank is the one that starts it."""
+    """The sampler of this node, if this rank starts it."""
 
     def __init__(self, run: RunFolder, every_s: float | Literal["off"], world: World):
         self._run, self._world = run, world
@@ -36,7 +36,7 @@ class NodeSampler:
             return []
         self._checked = now
         if self._process is None:
-            # A temporary folder is deleted at the end; rank 0 may have to create another one.
+            # A temporary folder is deleted at the end; rank 0 may have to create another folder.
             if self._run.is_temporary or not self._run.path.exists():
                 return []
             world = self._world

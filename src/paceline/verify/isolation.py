@@ -26,7 +26,7 @@ def check_isolation(spec: Spec, task: Task, model: nn.Module, weights: Weights) 
     """Return a sentence on the isolation of packed documents; None if samples are not packed.
 
     model, weights: as recorded; the model gets its weights here. Raises TaskError if a change of the first
-    document of a sample changes the output of another one.
+    document of a sample changes the output of another document.
     """
     dataset = open_dataset(task, "train")
     if not getattr(dataset, "packs_documents", False):

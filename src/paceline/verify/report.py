@@ -33,7 +33,7 @@ def describe_conditions(reference: Reference) -> list[str]:
     if reference.has_batch_norm:
         sentences.append(
             "BatchNorm computes its statistics over all ranks, for each micro-batch; "
-            "the one process runs the same micro-batches"
+            "the single process runs the same micro-batches"
         )
     if reference.float64_error is not None:
         sentences.append(

@@ -47,7 +47,7 @@ class Verdict:
 
     plan: Plan
     ranks: int
-    microbatches: int = 1  # micro-batches of the one process
+    microbatches: int = 1  # micro-batches of the single process
     # Difference between its losses and those of one process on whole batches, if that is another training.
     whole_batch_difference: float | None = None
     tolerance: float = RTOL  # the relative difference that counts as rounding
@@ -279,7 +279,7 @@ def build_verdict(
     reference: Reference,
     observations: list[PlanObservation],
 ) -> Verdict:
-    """Combine the observations of all ranks. microbatches: of the one process."""
+    """Combine the observations of all ranks. microbatches: of the single process."""
     rows: list[StepRow] = []
     differences = [rank.first for rank in observations if rank.first is not None]
     differences += _find_missing_tensors(reference, observations)

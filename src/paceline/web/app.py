@@ -33,7 +33,7 @@ STATIC = Path(__file__).parent / "static"
 FILES = {"": "index.html", "page.js": "page.js", "page.css": "page.css", "icon.svg": "icon.svg"}
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 MAX_STREAMS = 32
-MAX_COMPARED = 6  # runs beside the one that is shown
+MAX_COMPARED = 6  # runs beside the shown run
 POLL_S = 0.25
 # Messages take at most SHARE of a core if that delays none by more than PAUSE_S, or by more than BUSY_PAUSE_S
 # while trainings use the whole machine, and at most MAX_SHARE otherwise.

@@ -25,7 +25,7 @@ class BackgroundPanel:
         self._thread: threading.Thread | None = None
 
     def poll(self, signature: object, is_final: bool = False) -> None:
-        """Start a computation if the files have another signature than at the last one, and it is due.
+        """Start a computation if it is due, and the files changed since the last computation.
 
         is_final: whether the run has ended. Then the first computation is due at once."""
         if self._thread is not None and self._thread.is_alive():

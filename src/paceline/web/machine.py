@@ -100,7 +100,7 @@ def build_map(
 ) -> tuple[dict[str, Any], dict[str, Columns]]:
     """Return a row for each rank or GPU of all nodes, and their means over equal intervals of time.
 
-    chosen: title of the map, else the first of which there are samples is shown."""
+    chosen: title of the map, else the first that has samples is shown."""
     nodes = _list_nodes(view)
     kinds = {kind_of(name) for node in nodes for name in node.columns}
     titles = [title for title, kind, _ in MAPS if kind in kinds]

@@ -137,7 +137,7 @@ class SampleStore:
         return self._chunks[self._chunk]
 
     def _take(self, size: int) -> bool:
-        """Make room for `size` bytes at the offset, in the present chunk or in a new one."""
+        """Make room for `size` bytes at the offset, in the present chunk or in a new chunk."""
         if self._writer == os.getpid() and self._offset + size <= self._end:
             return True
         units = max(1, -(-size // self._unit))

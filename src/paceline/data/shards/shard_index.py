@@ -153,7 +153,7 @@ class ShardIndex:
         return first, min(end, self.first_files[self.find_shard(first) + 1])
 
     def check_shards(self, folder: Path) -> Iterator[str]:
-        """Yield a sentence for each shard of a folder that is not the one in the index."""
+        """Yield a sentence for each shard of a folder that differs from the index."""
         for shard in self.shards:
             try:
                 status = os.stat(folder / shard.name)

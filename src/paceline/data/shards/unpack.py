@@ -32,7 +32,7 @@ def unpack(
     """Write the files of tar shards below the new folder `out`, and return what was done.
 
     Contents are compared with the checksums of the index. `out` appears when all of it is written; until
-    then it is a hidden folder beside it, which the next call deletes if this one is killed. Raises DataError,
+    then it is a hidden folder beside it, which the next call deletes if this is killed. Raises DataError,
     also for a member whose name leads out of the folder, and for links and devices.
     """
     start = time.perf_counter()

@@ -61,7 +61,7 @@ def check_bundle_name(path: Path) -> str:
 
 
 def render_install_script() -> str:
-    """Return the script that installs the wheels on a machine like this one."""
+    """Return the script that installs the wheels on a similar machine."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     words = {
         "VERSION": version,

@@ -53,7 +53,7 @@ def parse_requirement(text: str) -> tuple[str, frozenset[str]]:
 def read_requirements(file: Path | None = None) -> list[str] | None:
     """Return the requirements of the project in this folder, without comments; None if it has none.
 
-    file: requirements.txt or pyproject.toml; by default the one that this folder has. Raises SpecError.
+    file: requirements.txt or pyproject.toml; by default the file of this folder. Raises SpecError.
     """
     if file is None:
         file = next((path for path in (REQUIREMENTS, PROJECT) if path.is_file()), None)

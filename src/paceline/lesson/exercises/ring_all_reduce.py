@@ -3,7 +3,7 @@
 # %% exercise
 # Write `all_reduce(x)`: it adds up x over all ranks in place, as dist.all_reduce(x) does, but uses only
 # messages to the next rank and from the previous rank (dist.isend, dist.recv). Let each rank send its
-# tensor around the ring: in step 1 it sends its own tensor, in step 2 the one that it received in step
+# tensor around the ring: in step 1 it sends its own tensor, in step 2 the tensor that it received in step
 # 1, and so on. How many steps are needed? The function must also work on 1 rank.
 import torch
 import torch.distributed as dist

@@ -2,7 +2,7 @@
 
 Each of these ranks runs what comes before and after the blocks on the whole sequence, so that positions are
 right and the loss sees the whole output. The arguments of the first block with attention are sliced; the
-output of the last one is gathered. Each stack of blocks (encoder, decoder) does so for its own sequences.
+output of the last block is gathered. Each stack of blocks (encoder, decoder) does so for its own sequences.
 
 Gradients: the ranks that share a sequence have the same loss, and the engines average over them. So a rank
 multiplies the gradient of its slice of the output by their number. Its gradients in blocks, and before them,
@@ -85,7 +85,7 @@ def _take_few_samples(
 
 
 class ContextParallel:
-    """Slices the arguments of blocks, and gathers the output of the last one."""
+    """Slices the arguments of blocks, and gathers the output of the last block."""
 
     def __init__(
         self,

@@ -265,7 +265,7 @@ class Pipeline:
             stage.buffers_.renew_copies()
 
     def _keeping_error(self, forward: Callable[[Stage, int], Any]) -> Callable[[Stage, int], Any]:
-        """Keep the error of a forward pass: torch's engine raises another one, with a dump of its tensors."""
+        """Keep the error of a forward pass: torch's engine raises another, with a dump of its tensors."""
 
         def forward_keeping_error(stage: Stage, microbatch: int) -> Any:
             try:

@@ -6,7 +6,7 @@ Between the sums of tensor parallelism, all ranks hold the same activations (nor
 Each rank can compute a part of them, along any dimension but the last: a sum becomes a reduce-scatter, and
 the input of split layers is gathered (Korthikanti et al., Reducing activation recomputation in large
 transformer models, 2022). Activations are scattered where the first block with split layers begins, and
-gathered where the last one ends.
+gathered where the last block ends.
 """
 
 import contextlib

@@ -49,7 +49,7 @@ def prune(run: RunFolder, keep: int, best: str) -> None:
 def quarantine(run: RunFolder, after: int) -> None:
     """Rename the checkpoints after step `after`, which are damaged.
 
-    Otherwise `prune` would keep them as the last ones.
+    Otherwise `prune` would keep them as the last checkpoints.
     """
     for step in run.checkpoints():
         if step > after:

@@ -325,7 +325,7 @@ class _StopAgreement:
     def __init__(self, stop: Callable[[], bool], device: torch.device, group: dist.ProcessGroup | None):
         self.stop, self.device, self.group = stop, device, group
         self.is_stopping = False
-        self._interval = self._left = 1  # batches between two checks, and until the next one
+        self._interval = self._left = 1  # batches between two checks, and until the next check
         self._since = time.perf_counter()
 
     def check(self) -> bool:

@@ -51,7 +51,7 @@ class FigureWriter:
     ) -> None:
         """Write the figures of the first batch of a split. A collective.
 
-        output, batch: of this rank. own: number of its samples; 0 if it has another one only to take part.
+        output, batch: of this rank. own: number of its samples; 0 if it only takes part.
         Raises TaskError for unsuitable figures.
         """
         if not self.is_used:

@@ -34,7 +34,7 @@ class AccumulatedMetrics:
         if value._is_returned:
             raise TaskError(
                 f"metrics() returned the same {class_name(value)} object for {name!r} again, which still "
-                "has the samples of an earlier batch; create a new one in each call of metrics()"
+                "has the samples of an earlier batch; create a new metric in each call of metrics()"
             )
         object.__setattr__(value, "_is_returned", True)  # it may be a frozen dataclass
         if not is_counted:

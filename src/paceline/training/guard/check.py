@@ -18,7 +18,7 @@ def has_replicas(plan: ResolvedPlan) -> bool:
 def find_copy(plan: ResolvedPlan, rank: int) -> tuple[int, int, int]:
     """Return the part of the weights that a rank holds: its stage, its part of tensors, and its shard.
 
-    Ranks of which it is equal are replicas of one another.
+    Ranks with equal values are replicas of one another.
     """
     place = plan.place(rank)
     return place.pp, place.tp, (place.dp * plan.cp + place.cp) % _count_shards(plan)

@@ -19,7 +19,7 @@ from paceline.training.training_data import TrainingData
 
 
 class LossRecomputation:
-    """Computes the loss of the first micro-batch of a step again, for this rank and for the next one.
+    """Computes the loss of the first micro-batch of a step again, for this rank and for the next rank.
 
     Before the step, since both need the weights before its update. The plan divides only the batch.
     """

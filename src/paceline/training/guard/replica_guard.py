@@ -166,7 +166,7 @@ class ReplicaGuard:
         """Begin one small all-gather of the digests of this rank."""
         none = torch.zeros_like(self._changed)
         # Again, since an evaluation may lie between the update and a save. It may leave parameters of
-        # `fully_shard` whole, on all ranks alike.
+        # `fully_shard` whole, on all ranks.
         weights = self._digest_weights() if self.has_replicas else none
         optimizer = digest(self._find_state()) if has_equal_state(self.context.plan) else none
         buffers = digest(self._find_buffers()) if self.has_replicas else none

@@ -23,7 +23,7 @@ class Suspect:
     rank: int
     host: str
     step: int  # after which it was found
-    certain: bool  # False: the rank or another one
+    certain: bool  # False: this rank or another rank
     what: str
     time: float = field(default_factory=time.time)  # seconds since the epoch
 

@@ -47,7 +47,7 @@ def setup(
     run: Path | str | None = None,
     monitor: float | Literal["off"] = 1.0,
 ) -> Trainer:
-    """Distribute a model and its optimizer over the ranks, for a training loop of one's own. A collective.
+    """Distribute a model and its optimizer over the ranks, for a training loop of the user. A collective.
 
         trainer = paceline.setup(model, torch.optim.AdamW(model.parameters()), plan="zero3")
 

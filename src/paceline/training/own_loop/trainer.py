@@ -44,7 +44,7 @@ _replicated: WeakSet[DistributedDataParallel] = WeakSet()
 
 @dataclass
 class Trainer:
-    """A model and its optimizer, distributed over ranks, for a training loop of one's own.
+    """A model and its optimizer, distributed over ranks, for a training loop of the user.
 
         trainer = paceline.setup(model, optimizer, plan="zero3")
         for x, y in my_batches_of_this_rank:
@@ -55,7 +55,7 @@ class Trainer:
     `paceline.setup` makes it. All ranks call its methods together.
 
     model      the model to call
-    optimizer  the optimizer; schedulers of learning rates need this one
+    optimizer  the optimizer; schedulers of learning rates need it
     plan       the plan, with all degrees
     rank       number of this rank
     ranks      number of ranks

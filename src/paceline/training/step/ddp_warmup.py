@@ -67,7 +67,7 @@ def _warm_up(step: TrainingStep, model: DistributedDataParallel, batch: Batch) -
 def _surrogate_loss(global_loss: GlobalLoss, output: object, batch: Batch) -> Tensor:
     """Return a loss of one micro-batch that has the gradients of the global loss.
 
-    All micro-batches are taken to be like this one, so that the global batch has its usual size.
+    All micro-batches are taken to be like the first, so that the global batch has its usual size.
     """
     output = gather_splits(output)
     count = global_loss.shares.microbatches

@@ -360,7 +360,7 @@ class TrainingStep:
         return [loss * samples], [samples], None
 
     def _begin_buffers(self) -> None:
-        """Count the next pass as the first one of a step."""
+        """Count the next pass as the first of a step."""
         if self.buffers is not None:
             self.buffers.begin()
 

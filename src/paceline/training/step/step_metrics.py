@@ -138,7 +138,7 @@ def _metrics_of_pass(
     if expected is not None and items != expected:
         raise TaskError(
             f"loss() returned {items:.0f} items over all ranks and micro-batches, expected {expected:.0f} "
-            "from the first one; if their number varies, define weights(batch), so that each item has the "
+            "from the first; if their number varies, define weights(batch), so that each item has the "
             "same weight"
         )
     named = dict(zip(columns, row[3:], strict=True))

@@ -64,7 +64,7 @@ def _leads_to(action: StageAction, num_stages: int) -> bool:
 
 
 def _find_source(action: StageAction, num_stages: int) -> StageAction | None:
-    """Return the action on another stage whose result this one needs."""
+    """Return the action on another stage whose result this action needs."""
     offset = {FORWARD: -1, BACKWARD: 1}.get(action.what, num_stages)
     stage = action.stage + offset
     return action._replace(stage=stage) if 0 <= stage < num_stages else None

@@ -33,7 +33,7 @@ class TextPart(NamedTuple):
         return cls(zlib.crc32(text), len(text))
 
     def join(self, after: "TextPart") -> "TextPart":
-        """Return the part that consists of this one and the next."""
+        """Return the part that consists of this part and the next."""
         return TextPart(
             _append_zeros(self.crc, after.size) ^ _append_zeros(0, after.size) ^ after.crc,
             self.size + after.size,

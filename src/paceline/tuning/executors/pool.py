@@ -129,7 +129,7 @@ class Executor:
         return bool(self._find_nodes(ranks))
 
     def check_loss(self) -> None:
-        """Raise LaunchError if nodes were lost, for a trial that has no room though no other one trains."""
+        """Raise LaunchError if nodes were lost, for a trial that has no room though no other trial trains."""
         lost = [node.name for node in self.nodes if node.is_lost]
         if lost:
             rest = [node for node in self.nodes if not node.is_lost]

@@ -86,7 +86,7 @@ def can_change(parameter: Parameter) -> bool:
 
 
 def copy_checkpoint(parent: RunFolder, child: RunFolder) -> None:
-    """Replace the checkpoints of a run by the last one of another. Raises RunError.
+    """Replace the checkpoints of a run by the last checkpoint of another. Raises RunError.
 
     The copy is complete before the old checkpoints are deleted, and can be repeated.
     """

@@ -44,7 +44,7 @@ FAMILIES: dict[str, tuple[str, str, str]] = {
     "run_gradient_norm": ("gauge", "", "Norm of the whole gradient of the last step, before clipping."),
     "run_learning_rate": ("gauge", "", "Learning rate of the last step."),
     "run_metric": ("gauge", "", "Metrics of the last evaluation."),
-    "run_starts": ("counter", "", "Starts, of which all but the first are restarts."),
+    "run_starts": ("counter", "", "Starts; all but the first are restarts."),
     "run_failures": ("counter", "", "Failures by what failed: run, rank, node, save or worker."),
     "run_stalls": ("counter", "", "Stalls: no rank made progress for a while."),
     "run_saves": ("counter", "", "Complete checkpoints."),

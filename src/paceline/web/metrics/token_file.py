@@ -28,6 +28,6 @@ def read_or_create(path: Path) -> str:
         raise LaunchError(str(error)) from error
     if not TOKEN.fullmatch(token):
         raise LaunchError(
-            f"{path} has no token of 16 to 200 letters and digits; delete it, and a new one is made"
+            f"{path} has no token of 16 to 200 letters and digits; delete it, and a new token is made"
         )
     return token

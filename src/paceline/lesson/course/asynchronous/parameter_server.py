@@ -63,7 +63,7 @@ def push(*arguments):  # runs on rank 0, called by the workers
 # ## The workers
 #
 # RPC finds a function by module and name. A script is a module; here one is made. The first trainings
-# let the workers take turns, for the same numbers every time. A real server takes whoever comes first.
+# let the workers take turns, for the same numbers every time. A real server takes the first that comes.
 
 
 def train(trainings):
@@ -124,7 +124,7 @@ def draw(figure):
 # %%
 # ## Bounded staleness
 #
-# Now worker 0 is slow, and the server takes whoever comes first. The others run ahead, and what worker 0
+# Now worker 0 is slow, and the server takes the first that comes. The others run ahead, and what worker 0
 # sends is old. A server can bound this: a worker that is too far **ahead** of the slowest one waits for
 # the answer. With a bound of 1, nobody makes a second update before all have made the first. In Paceline:
 # `--plan parameter-server,staleness=2`. The result depends on who is first, so that two runs differ.

@@ -32,7 +32,7 @@ def connected(function, name):
     options = rpc.TensorPipeRpcBackendOptions(init_method=meeting, rpc_timeout=60)
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=size, rpc_backend_options=options)
     result = function(rank, size)
-    rpc.shutdown()  # waits until no rank needs another one
+    rpc.shutdown()  # waits until no rank needs another rank
     return result
 
 
@@ -44,7 +44,7 @@ def ask_the_next(rank, size):
 
 
 calls = run(connected, ask_the_next, "calls")
-table("Each rank asks the next one for a sum, and all for their rank", calls)
+table("Each rank asks the next rank for a sum, and all for their rank", calls)
 check("every rank answered every rank", column(calls, "all ranks"), [list(range(n))] * n)
 
 # %%

@@ -137,7 +137,7 @@ table("Without", exact)
 check("the right accuracy is 0.9", exact[0]["accuracy"], 0.9, 1e-6)
 count = -(-10 // n) * n  # 10 samples, and those that are repeated
 wrong = (9 + max(count - 11, 0)) / count
-check("the wrong one depends on the number of ranks", padded[0]["accuracy"], wrong, 1e-6)
+check("the wrong accuracy depends on the number of ranks", padded[0]["accuracy"], wrong, 1e-6)
 
 # %%
 # ## Question

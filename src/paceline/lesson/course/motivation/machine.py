@@ -9,7 +9,7 @@ magnitude in latency. This lesson measures the levels of this machine, in one ta
 #
 # The **bandwidth** is the number of bytes per second of a long copy. The **latency** is the time until a
 # single value arrives. A processor hides the latency if it can guess the next address. To measure it,
-# follow a **chain**: each link says where the next one is, and all of them are at random places.
+# follow a **chain**: each link says where the next link is, and all of them are at random places.
 #
 # The lesson uses the functions of `paceline bench hierarchy`. First a small chain, to see what it is.
 import itertools
