@@ -51,7 +51,7 @@ def estimate_cache(context: PreflightContext) -> CacheSize | None:
     loading = context.spec.data
     if loading.cache == "off":
         return None
-    from paceline.data.cache.folder import find_cache_folder
+    from paceline.data.cache.folder import choose_cache_folder
     from paceline.data.cache.opening import choose_limit_bytes, find_reason_against
     from paceline.data.cache.sizes import estimate_cached_bytes
     from paceline.data.cache.store import ROW, UNITS
@@ -59,7 +59,7 @@ def estimate_cache(context: PreflightContext) -> CacheSize | None:
     training = context.data.training
     if why := find_reason_against(training):
         raise DataError(f"the training samples cannot be cached: their dataset {why}; use data.cache=off")
-    place = find_cache_folder(loading.cache == "memory", loading.cache_folder)
+    place = choose_cache_folder(loading.cache == "memory", loading.cache_folder)
     content_bytes = estimate_cached_bytes(training.dataset, loading.cache_content == "decoded")
     limit, free = choose_limit_bytes(place, loading)
     needed = content_bytes + ROW.size * training.count

@@ -22,7 +22,7 @@ SHARED_MEMORY = Path("/dev/shm")
 NODE_DISKS = ("SLURM_TMPDIR", "LOCAL_SCRATCH")
 
 
-def find_cache_folder(is_memory: bool, folder: str | None) -> Path:
+def choose_cache_folder(is_memory: bool, folder: str | None) -> Path:
     """Return the folder in which caches are stored. Raises DataError if there is none.
 
     folder: of the request; None: the disk of the node that the environment names.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline.cluster.limits import free_memory_bytes
 from paceline.data.cache.dataset import CachedDataset
-from paceline.data.cache.folder import CacheFolder, find_cache_folder
+from paceline.data.cache.folder import CacheFolder, choose_cache_folder
 from paceline.data.cache.raw import find_raw
 from paceline.data.cache.staging import Staging
 from paceline.data.cache.store import SampleStore
@@ -104,7 +104,7 @@ def _open(samples: Samples, loading: Loading, world: World, job: str) -> CachedD
     fingerprint = raw.fingerprint() if raw is not None else None
     identity = repr((fingerprint or (job, samples.split, raw is None), samples.count))
     name = hashlib.sha256(identity.encode()).hexdigest()[:32]
-    folder = CacheFolder(find_cache_folder(loading.cache == "memory", loading.cache_folder), name)
+    folder = CacheFolder(choose_cache_folder(loading.cache == "memory", loading.cache_folder), name)
     try:
         if world.local_rank == 0:
             folder.remove_abandoned()
