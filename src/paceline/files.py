@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -58,6 +59,26 @@ def replaced(path: Path, kind: type[Error] = RunError, suffix: str | None = None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`, which is free or an empty folder.
+
+    The folder becomes `path` at the end of the context, or is deleted after an error. Raises RunError if the
+    system refuses a write.
+    """
+    temporary = path.absolute().with_name(f".{secrets.token_hex(8)}")
+    try:
+        temporary.mkdir()
+        yield temporary
+        if path.is_dir():
+            path.rmdir()
+        temporary.replace(path)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {reason(error)}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_whole(path: Path, text: str, kind: type[Error] = RunError) -> None:

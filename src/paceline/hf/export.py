@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import RunError, TaskError
-from paceline.files import reason
+from paceline.files import new_folder, reason
 from paceline.hf.folder import CONFIG, ModelFolder, describe_briefly, import_transformers, open_folder
 from paceline.hf.lora import Lora, merge
 from paceline.hf.task import build_model, set_labels_
@@ -99,18 +98,9 @@ def write_folder(weights: Mapping[str, Tensor], model: TrainedModel, out: Path) 
     weights: whole tensors by their names in the model. Raises RunError and TaskError.
     """
     weights = model.merge(weights)
-    temporary = out.absolute().with_name(f".{secrets.token_hex(8)}")
-    try:
-        temporary.mkdir()
+    with new_folder(out) as temporary:
         _write(weights, model, temporary)
         _check(weights, type(model.build()), temporary)
-        if out.is_dir():
-            out.rmdir()
-        temporary.replace(out)
-    except OSError as error:
-        raise RunError(f"cannot write {out}: {reason(error)}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write(weights: Mapping[str, Tensor], trained: TrainedModel, folder: Path) -> None:

@@ -1,8 +1,6 @@
 """The adapters of a run alone, as a folder in the format of peft, written without peft."""
 
 import json
-import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import RunError, TaskError
-from paceline.files import reason
+from paceline.files import new_folder
 from paceline.hf.export import TrainedModel
 from paceline.hf.folder import CONFIG, ModelFolder, open_folder
 from paceline.hf.lora import A, B, LoraLinear
@@ -72,18 +70,9 @@ def write_adapters(weights: Mapping[str, Tensor], trained: TrainedModel, base: M
         "target_modules": _choose_targets(model, layers),
         "modules_to_save": heads or None,
     }
-    temporary = out.absolute().with_name(f".{secrets.token_hex(8)}")
-    try:
-        temporary.mkdir()
+    with new_folder(out) as temporary:
         (temporary / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         _write_tensors(tensors, temporary / ADAPTER_WEIGHTS)
-        if out.is_dir():
-            out.rmdir()
-        temporary.replace(out)
-    except OSError as error:
-        raise RunError(f"cannot write {out}: {reason(error)}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return len(layers)
 
 
