@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -22,6 +22,7 @@ from paceline.plan.model.passes import PassFacts, combine_passes
 from paceline.plan.plan import Plan, ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task, load_task
+from paceline.training.frozen import frozen
 from paceline.training.model_facts.live_memory import LiveMemory, measure_live_memory
 from paceline.training.model_facts.op_counter import FIRST, LAST, BlockCount, OpCounter
 from paceline.training.optimization.read_updates import assign_parameters, read_updates, task_of
@@ -75,21 +76,15 @@ def _describe_updates(model: nn.Module, task: Task, updates: Sequence[Update], b
     return combine_passes(passes)
 
 
-@contextlib.contextmanager
-def _trains_only(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Freeze all other parameters in this context, as the pass of an update does."""
-    frozen = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and name not in names
-    ]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
+def _trains_only(model: nn.Module, names: Collection[str]) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which all other parameters are frozen, as in the pass of an update."""
+    return frozen(
+        [
+            parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and name not in names
+        ]
+    )
 
 
 def describe_model(model: nn.Module, task: Task, batch: Batch, samples: int) -> ModelFacts:

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from paceline.parallel.data_parallel.ddp import release, replicate
 from paceline.parallel.data_parallel.fsdp import drop_gathered
 from paceline.spec import Schedule
 from paceline.task import Task
+from paceline.training.frozen import frozen
 from paceline.training.optimization.gradient_norm import combine_norms
 from paceline.training.optimization.schedule import check_schedule, compute_lr_factor, tokens_per_sample
 from paceline.training.step.ddp_warmup import warm_up_ddp
@@ -63,20 +64,12 @@ class UpdatePass:
             for parameter in of_update.params
         ]
 
-    @contextlib.contextmanager
-    def frozen_others(self, step: int | None = None) -> Iterator[None]:
-        """Compute no gradients of the other parameters in this context.
+    def frozen_others(self, step: int | None = None) -> contextlib.AbstractContextManager[None]:
+        """Return a context without gradients of the other parameters.
 
         step: steps done before, to freeze parameters of updates that start later, too.
         """
-        frozen = [*self.others, *(self.find_waiting(step) if step is not None else [])]
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(True)
+        return frozen([*self.others, *(self.find_waiting(step) if step is not None else [])])
 
 
 @dataclass
