@@ -1,8 +1,9 @@
 """paceline verify: check that a plan computes the same training as one process."""
 
 import json as json_file
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +12,12 @@ from paceline.cli.options.request_options import Clip, LearningRate, OptimizerNa
 from paceline.errors import LaunchError, PlanError, SpecError
 from paceline.files import check_target, write_whole
 from paceline.units import several
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from paceline.plan.plan import Plan
+    from paceline.verify.run import Verification
 
 Option = typer.Option
 STEPS = 3
@@ -109,14 +116,7 @@ def _verify(
         if has_batch:
             micro_batch_size(spec.batch, resolved)
 
-    from paceline.verify.report import (
-        Overview,
-        build_summary,
-        build_table,
-        describe_conditions,
-        describe_measure,
-        format_verdict,
-    )
+    from paceline.verify.report import build_table, describe_conditions, describe_measure, format_verdict
     from paceline.verify.run import Verification, choose_batch
 
     if not has_batch:
@@ -135,42 +135,55 @@ def _verify(
         for condition in [*describe_conditions(reference), *verification.notes]:
             console.print(condition, markup=False)
         console.print(describe_measure(reference), style="dim")
-        if plan_text is not None and plans[0].is_asynchronous:
-            console.print(
-                "the update of this plan differs from that of one process; these properties must hold "
-                "instead:",
-                markup=False,
-            )
-            properties = verification.check_conditions(plans[0])
-            for entry in properties:
-                style, word = {
-                    True: ("bold green", "holds"),
-                    False: ("bold red", "fails"),
-                    None: ("dim", "—"),
-                }[entry.holds]
-                console.print(f"{word:6}", style=style, end="")
-                console.print(f" {entry.what}{f' ({entry.detail})' if entry.detail else ''}", markup=False)
-            status = 1 if any(entry.holds is False for entry in properties) else 0
-            return {
-                "plan": str(plans[0]),
-                "ranks": ranks,
-                "same": None,
-                "holds": [entry.as_json() for entry in properties],
-            }, status
-        if plan_text is not None:
-            verdict = verification.verify(plans[0])
-            console.print(build_table(verdict))
-            console.print(
-                format_verdict(verdict),
-                style="bold green" if verdict.same else "bold red",
-                markup=False,
-                soft_wrap=True,
-            )
-            return verdict.as_json(), 0 if verdict.same else 1
-        overview, verdicts = Overview(console, plans), []
-        for plan in plans:
-            verdicts.append(verification.try_verify(plan))
-            overview.add(verdicts[-1])
+        if plan_text is None:
+            return _verify_all(verification, plans, console)
+        if plans[0].is_asynchronous:
+            return _check_properties(verification, plans[0], ranks, console)
+        verdict = verification.verify(plans[0])
+        console.print(build_table(verdict))
+        console.print(
+            format_verdict(verdict),
+            style="bold green" if verdict.same else "bold red",
+            markup=False,
+            soft_wrap=True,
+        )
+        return verdict.as_json(), 0 if verdict.same else 1
+
+
+def _check_properties(
+    verification: "Verification", plan: "Plan", ranks: int, console: "Console"
+) -> tuple[Any, int]:
+    """Check a plan whose update differs from that of one process. Return what `_verify` does."""
+    console.print(
+        "the update of this plan differs from that of one process; these properties must hold instead:",
+        markup=False,
+    )
+    properties = verification.check_conditions(plan)
+    for entry in properties:
+        style, word = {
+            True: ("bold green", "holds"),
+            False: ("bold red", "fails"),
+            None: ("dim", "—"),
+        }[entry.holds]
+        console.print(f"{word:6}", style=style, end="")
+        console.print(f" {entry.what}{f' ({entry.detail})' if entry.detail else ''}", markup=False)
+    status = 1 if any(entry.holds is False for entry in properties) else 0
+    return {
+        "plan": str(plan),
+        "ranks": ranks,
+        "same": None,
+        "holds": [entry.as_json() for entry in properties],
+    }, status
+
+
+def _verify_all(verification: "Verification", plans: Sequence["Plan"], console: "Console") -> tuple[Any, int]:
+    """Check all plans, and print an overview. Return what `_verify` does."""
+    from paceline.verify.report import Overview, build_summary
+
+    overview, verdicts = Overview(console, plans), []
+    for plan in plans:
+        verdicts.append(verification.try_verify(plan))
+        overview.add(verdicts[-1])
     if all(verdict.cannot_be is not None for verdict in verdicts):
         raise PlanError(f"none of {len(plans)} plans is possible: {verdicts[0].cannot_be}")
     console.print(build_summary(verdicts))
