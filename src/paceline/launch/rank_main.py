@@ -262,17 +262,7 @@ def _train_recorded(
                     event = replace(event, start_s={**start_s, **event.start_s})
                 if world.rank == 0:
                     if writer is None:
-                        if isinstance(event, Started) and plan == AUTO:
-                            launch = launch.model_copy(
-                                update={"plan": event.plan, "asked": AUTO, "ranks": world.size}
-                            )
-                            if run.path.exists():
-                                run.write_request(spec, launch)
-                        run.accept_next_request()
-                        if not run.path.exists():
-                            create(run.path, spec, launch.model_copy(update={"ranks": world.size}))
-                            at_exit.enter_context(run.lock())
-                        writer = at_exit.enter_context(contextlib.closing(events.EventWriter(run.events)))
+                        writer = _begin_recording(run, spec, launch, event, world.size, at_exit)
                     writer.write(event)
                 if isinstance(event, (Started, Step, Ended)):
                     step = event.step
@@ -290,6 +280,24 @@ def _train_recorded(
             if reported is error:
                 raise
             raise reported from error
+
+
+def _begin_recording(
+    run: RunFolder, spec: Spec, launch: Launch, first: Event, ranks: int, at_exit: contextlib.ExitStack
+) -> events.EventWriter:
+    """Return the writer of the events. Creates and locks the run folder if it is new.
+
+    first: the first event of the training.
+    """
+    if isinstance(first, Started) and launch.plan == AUTO:
+        launch = launch.model_copy(update={"plan": first.plan, "asked": AUTO, "ranks": ranks})
+        if run.path.exists():
+            run.write_request(spec, launch)
+    run.accept_next_request()
+    if not run.path.exists():
+        create(run.path, spec, launch.model_copy(update={"ranks": ranks}))
+        at_exit.enter_context(run.lock())
+    return at_exit.enter_context(contextlib.closing(events.EventWriter(run.events)))
 
 
 def _name_rank(error: Exception, world: World) -> Exception:
