@@ -90,11 +90,9 @@ def build_training(
     analysis = analysis if analysis is not None else analyze_model(spec, plan, task, device, training)
     model, splits = analysis.model, analysis.splits
     modules = describe_modules(model)
-    source = find_pretrained(task) if fill_with is None else None
-    pretrained = PretrainedWeights(source, model) if source is not None else None
-    if fill_with is None:  # checked for all tensors on all ranks, whichever rank will hold them
-        loaded = pretrained.tensors.keys() if pretrained is not None else set()
-        analysis.weights.check_written(named_tensors(model).keys() - loaded)
+    pretrained = None
+    if fill_with is None:
+        pretrained = _read_pretrained(task, analysis)
     fill = fill_with or partial(fill_, weights=analysis.weights, device=device, pretrained=pretrained)
     mesh = build_mesh(plan, device) if plan.splits_model or plan.zero >= 2 else None
     pipeline = _build_pipeline(spec, plan, world, task, device, analysis, mesh) if plan.pp > 1 else None
@@ -171,16 +169,9 @@ def build_training(
     if splits is not None and mesh is not None:
         loss_notes = add_tensor_parallel_parts(step, model, analysis, mesh["tp"])
     notes = (
-        *(() if analysis.recorded else (UNRECORDED,)),
-        *(pretrained.notes if pretrained is not None else ()),
-        *(splits.notes if splits is not None else ()),
+        *_describe_weights(analysis, pretrained),
         *loss_notes,
-        *describe_scaling(
-            spec,
-            {update.name: update.optimizer or spec.optimizer for update in updates} or {"": spec.optimizer},
-            optimizer_report.is_own,
-        ),
-        *optimizer_report.notes,
+        *_describe_optimizers(spec, updates, optimizer_report),
         *(local.notes() if local is not None else ()),
         *((LOCAL_BATCH_NORM,) if has_local_statistics else ()),
         *([own_buffers] if plan.data_ranks > 1 and own_buffers is not None else []),
@@ -196,6 +187,35 @@ def build_training(
         operations=operations,
         comparison=build_buffer_comparison(plan, model, reductions, pipeline, device),
     )
+
+
+def _read_pretrained(task: Task, analysis: ModelAnalysis) -> PretrainedWeights | None:
+    """Return the pretrained weights of a task. Raise TaskError for tensors that nothing gives a value.
+
+    Checked for all tensors on all ranks, whichever rank will hold them.
+    """
+    source = find_pretrained(task)
+    pretrained = PretrainedWeights(source, analysis.model) if source is not None else None
+    loaded = pretrained.tensors.keys() if pretrained is not None else set()
+    analysis.weights.check_written(named_tensors(analysis.model).keys() - loaded)
+    return pretrained
+
+
+def _describe_weights(analysis: ModelAnalysis, pretrained: PretrainedWeights | None) -> Iterator[str]:
+    """Yield notes on the initial weights and on how they are split."""
+    if not analysis.recorded:
+        yield UNRECORDED
+    if pretrained is not None:
+        yield from pretrained.notes
+    if analysis.splits is not None:
+        yield from analysis.splits.notes
+
+
+def _describe_optimizers(spec: Spec, updates: Sequence[Update], report: OptimizerReport) -> Iterator[str]:
+    """Yield notes on the optimizers and the scaling of their values."""
+    optimizers = {update.name: update.optimizer or spec.optimizer for update in updates}
+    yield from describe_scaling(spec, optimizers or {"": spec.optimizer}, report.is_own)
+    yield from report.notes
 
 
 def _sync_statistics(
