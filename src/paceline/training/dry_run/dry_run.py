@@ -46,7 +46,8 @@ from paceline.training.model_facts.model_analysis import ModelAnalysis, analyze_
 from paceline.training.prepared import PreparedTraining
 from paceline.training.setup import build_training
 from paceline.training.step.ddp_warmup import warm_up_ddp
-from paceline.training.step.step import LossScale, TrainingStep
+from paceline.training.step.loss_scale import LossScale
+from paceline.training.step.step import TrainingStep
 from paceline.training.step.step_metrics import ControlFlags, reduce_metrics_async
 from paceline.training.step.update_sequence import UpdateSequence
 from paceline.training.training_data import check_sample_count

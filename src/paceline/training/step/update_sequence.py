@@ -21,7 +21,8 @@ from paceline.training.frozen import frozen
 from paceline.training.optimization.gradient_norm import combine_norms
 from paceline.training.optimization.schedule import check_schedule, compute_lr_factor, tokens_per_sample
 from paceline.training.step.ddp_warmup import warm_up_ddp
-from paceline.training.step.step import LossScale, TrainingStep
+from paceline.training.step.loss_scale import LossScale
+from paceline.training.step.step import TrainingStep
 from paceline.training.step.step_metrics import LocalStepStats
 from paceline.updates import Update
 
