@@ -21,7 +21,8 @@ from paceline.web.precedence import give_way
 give_way()
 try:
     print(os.getpid(), flush=True)
-    while not select.select([sys.stdin], [], [], 0.1)[0]:  # Python sees a signal that came just before a call after it
+    # Python sees a signal that came just before a call after it.
+    while not select.select([sys.stdin], [], [], 0.1)[0]:
         pass
 except KeyboardInterrupt:
     sys.exit(7)
