@@ -244,7 +244,7 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
     peaks = {"bf16": peak, "fp16": peak} | (
         {"fp8": 2 * peak} if not kind.startswith(("A100", "V100")) else {}
     )
-    if kind.startswith(("B2", "B3", "GB2", "GB3")):
+    if kind.startswith(("B2", "B3", "GB2", "GB3", "MI35")):
         peaks["fp4"] = 4 * peak
     ranks = read_int(row, "n_gpus")
     per_node = min(ranks, read_int(row, "gpus_per_node", 8))

@@ -21,7 +21,7 @@ from paceline.plan.cost_model.framework_profiles import (
     Recipe,
 )
 from paceline.plan.model.transformer import Transformer
-from published_cells import find_parameters, whole_number
+from published_cells import NotPredictable, find_parameters, whole_number
 from published_devices import is_recent, strip_maker
 
 # Names of low precisions, the most specific first; a name of several words may have any separators.
@@ -30,8 +30,7 @@ LOW = (
     (r"mx-?fp-?8|fp-?8-?mx\w*|mxf8", "mxfp8"),
     (r"fp-?8|float-?8|e4m3|e5m2", "fp8"),
 )
-
-
+WIDE = r"16|amp"  # of the names with digits, these mean 16 bits
 # The first release of Megatron-Bridge with fused experts on a device (its pull requests 4249 and 4606, 2026).
 FIRST_FUSED = {"GB200": "26.06", "GB300": "26.06", "B200": "26.06.01", "B300": "26.06.01"}
 # Its release notes 0.5.1: "GPT-OSS GB200/GB300 MXFP8 regression due to regressed CuTeDSL fused kernels".
@@ -104,8 +103,14 @@ def with_release(row: Mapping[str, str], recipe: Recipe, model: Transformer) -> 
 
 
 def find_low_precision(text: str) -> str | None:
-    """Return the data type of products in 8 or 4 bits that a cell names, or None for 16 bits."""
+    """Return the data type of products in 8 or 4 bits that a cell names, or None for 16 bits.
+
+    A cell without a number of bits, such as `mixed`, means the usual 16. Raises NotPredictable for others.
+    """
     plain = re.sub(r"[\s_/.]+", "-", text.lower())
     if re.search(r"row-?wise", plain):  # products with row-wise scaling were not faster than bf16 in 2025
         return None
-    return next((dtype for pattern, dtype in LOW if re.search(pattern, plain)), None)
+    dtype = next((dtype for pattern, dtype in LOW if re.search(pattern, plain)), None)
+    if dtype is None and re.search(r"\d", plain) and not re.search(WIDE, plain):
+        raise NotPredictable(f"precision {text} is not known: it must be bf16, fp16, fp8, mxfp8 or fp4")
+    return dtype

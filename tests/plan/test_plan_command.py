@@ -55,6 +55,10 @@ def test_adapters_and_other_systems(tmp_path: Path) -> None:
         (("--system", "nemoo"), "--system nemoo is not known; did you mean nemo?"),
         (("--system", "nemo", "--precision", "fp32"), "--precision fp32 cannot be predicted with --system"),
         (("--precision", "fp8"), "a step in fp8 cannot be predicted"),
+        (("--precision", "int7"), "a step in int7 cannot be predicted; use --precision fp32, bf16, fp16"),
+        (("--precision", "BF16"), "a step in BF16 cannot be predicted (did you mean bf16?)"),
+        (("--system", "nemo", "--precision", "mxfp6"), "with --system (did you mean mxfp8?); use"),
+        (("--system", "nemo", "--precision", "fp4"), "in fp4 is unknown; use --precision bf16, fp16"),
     ):
         done = paceline(*LLAMA, *words, at=tmp_path)
         assert done.status == 2

@@ -97,6 +97,8 @@ def test_contradicting_rows_are_left_out_with_a_reason(tmp_path: Path) -> None:
             "heads": {"heads": "7"},
             "axes": {"tp": "7"},
             "slice": {"model": "Grok-1 (reduced layers)"},
+            "whole numbers": {"precision": "int8"},
+            "32 bits": {"precision": "FP32"},
             "right": {"oom": "yes"},
         }.items()
     ]

@@ -8,6 +8,7 @@ import pytest
 
 from clusters import make_cluster
 from paceline.cluster.facts import Fact, Link, Overlap, Rate
+from paceline.cluster.published import find
 from paceline.errors import PlanError
 from paceline.plan.cost_model.compute_time import product_s
 from paceline.plan.cost_model.constants import CONSTANTS
@@ -19,6 +20,7 @@ from paceline.plan.cost_model.cost import (
     training_days,
 )
 from paceline.plan.cost_model.framework_profiles import MEGATRON, PACELINE
+from paceline.plan.cost_model.optimizer_state import recipe_of_request
 from paceline.plan.cost_model.predict import add_input_and_save, predict
 from paceline.plan.cost_model.rates import device_rates
 from paceline.plan.cost_model.step_time import predict_time, rank_group
@@ -26,6 +28,7 @@ from paceline.plan.cost_model.work_split import WorkSplit, split_work
 from paceline.plan.model.library import load_model, load_transformer
 from paceline.plan.plan import parse
 from paceline.plan.schedules import StageTimes, bubble_share
+from paceline.spec import Spec
 
 RATES = (("gloo", 1e9), ("nccl", 2e11))
 # arXiv 2401.10241, tables 5 and 9: schedule, ranks, micro-batches, stages per rank, times in ms of forward,
@@ -336,3 +339,16 @@ def test_input_and_checkpoints_are_added():
 def test_local_sgd_is_not_predicted():
     with pytest.raises(PlanError, match="cannot be predicted"):
         predict(load_model("gpt2"), parse("local-sgd"), make_cluster(8), 64)
+
+
+def test_tensor_cores_round_float32() -> None:
+    """tf32 changes the rate of products on a device that has it, and nothing else."""
+    model = load_model("gpt2")
+    spec = Spec(task="text")
+    recipes = [
+        recipe_of_request(each, model, False) for each in (spec, spec.model_copy(update={"tf32": True}))
+    ]
+    for device, is_faster in (("h100", True), ("v100-16g", False)):
+        whole, rounded = (predict(model, parse("ddp"), find(f"{device}:8"), 64, each) for each in recipes)
+        assert (rounded.step_s < 0.8 * whole.step_s) is is_faster
+        assert rounded.memory == whole.memory

@@ -206,7 +206,13 @@ def _find_recipe(system: str | None, precision: str | None) -> "Recipe | None":
     """Return the recipe of a training system in a precision; None: that of the device. Raises SpecError."""
     from dataclasses import replace
 
-    from paceline.plan.cost_model.framework_profiles import LOW_DTYPES, RECIPES, recipe_of_precision
+    from paceline.plan.cost_model.framework_profiles import (
+        LOW_DTYPES,
+        RECIPES,
+        WIDE_DTYPES,
+        recipe_of_precision,
+        suggest_precision,
+    )
     from paceline.spec import suggest
 
     if system is None:
@@ -217,9 +223,9 @@ def _find_recipe(system: str | None, precision: str | None) -> "Recipe | None":
         )
     if precision is None:
         return RECIPES[system]
-    if precision not in (known := ("bf16", "fp16", *LOW_DTYPES)):
+    if precision not in (known := (*WIDE_DTYPES, *LOW_DTYPES)):
         raise SpecError(
-            f"--precision {precision} cannot be predicted with --system; use one of {', '.join(known)}"
+            f"--precision {precision} cannot be predicted with --system{suggest_precision(precision, known)}"
         )
     return replace(RECIPES[system], dtype=precision)
 

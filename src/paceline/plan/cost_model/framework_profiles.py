@@ -1,7 +1,8 @@
 """Recipe: how a training framework runs a plan: bytes per number, recomputation, and overlap."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import NamedTuple
 
 from paceline.errors import PlanError
@@ -29,6 +30,7 @@ SELECTIVE: Mapping[str, RecomputeShares] = {
 }
 
 
+WIDE_DTYPES = ("bf16", "fp16")
 LOW_DTYPES = ("fp8", "mxfp8", "fp4")
 
 
@@ -150,6 +152,7 @@ PACELINE_FP16 = replace(PACELINE, name="paceline-fp16", dtype="fp16")  # for dev
 FLOAT32 = Recipe(
     "float32", element=4.0, dtype="fp32", loss=12.0, sequence=True, sequence_with_cp=False, buckets=0
 )
+FLOAT32_TF32 = replace(FLOAT32, name="float32-tf32", dtype="tf32")  # products alone, on tensor cores
 
 CUDA_CONTEXT_BYTES = 1.5 * 2**30  # with the workspaces of cuBLAS; nvidia-smi shows it, the allocator does not
 NCCL_BYTES = 0.4 * 2**30  # of the communicators of an axis
@@ -306,7 +309,16 @@ def recipe_of_precision(precision: str) -> Recipe:
     """Return Paceline's recipe for a precision. Raises PlanError for a precision that cannot be predicted."""
     if precision not in PRECISION_RECIPES:
         raise PlanError(
-            f"a step in {precision} cannot be predicted; use --precision {', '.join(PRECISION_RECIPES)}, or "
-            f"name a plan"
+            f"a step in {precision} cannot be predicted{suggest_precision(precision, PRECISION_RECIPES)}"
+            + (", or --system NAME for another training system" if precision in LOW_DTYPES else "")
         )
     return PRECISION_RECIPES[precision]
+
+
+def suggest_precision(precision: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence that refuses a precision: the nearest known name, and all known names."""
+    names = list(known)
+    nearest = get_close_matches(precision.lower(), names, 1)
+    is_name = precision in ("fp64", *LOW_DTYPES, *PRECISION_RECIPES)  # which is not a spelling mistake
+    meant = f" (did you mean {nearest[0]}?)" if nearest and not is_name else ""
+    return f"{meant}; use --precision {', '.join(names)}"

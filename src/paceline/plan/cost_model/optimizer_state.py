@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from paceline.optimizer_options import count_moments
-from paceline.plan.cost_model.framework_profiles import Recipe, recipe_of_precision
+from paceline.plan.cost_model.framework_profiles import FLOAT32_TF32, Recipe, recipe_of_precision
 from paceline.plan.model.facts import ModelFacts
 from paceline.spec import Optimizer, Spec
 
@@ -18,6 +18,8 @@ def recipe_of_request(spec: Spec, facts: ModelFacts, has_own_optimizer: bool) ->
     for a precision that cannot be predicted.
     """
     recipe = recipe_of_precision(spec.precision)
+    if spec.tf32 and spec.precision == "fp32":
+        recipe = FLOAT32_TF32
     if has_own_optimizer:
         return recipe
     return _with_moments(recipe, moments_per_weight(spec.optimizer, facts))

@@ -18,16 +18,17 @@ from paceline.plan.cost_model.constants import (
     find_architecture,
 )
 from paceline.plan.cost_model.cpu import build_engine_costs, build_op_times, describe_host
+from paceline.plan.cost_model.framework_profiles import LOW_DTYPES, WIDE_DTYPES
 from paceline.plan.cost_model.op_times import OpTimeTable
 
 SUBSTITUTE_DTYPES = {
     "fp16": ("fp16", "bf16"),
     "bf16": ("bf16", "fp16"),
     "fp32": ("fp32",),
-    "tf32": ("tf32",),
+    "tf32": ("tf32", "fp32"),
     "fp8": ("fp8",),
     "mxfp8": ("mxfp8", "fp8"),
-    "fp4": ("fp4", "fp8"),
+    "fp4": ("fp4",),
 }
 # Nodes that a message passes one after another, by number of nodes.
 SERIAL_HOPS: Mapping[str, Callable[[int], float]] = {
@@ -95,9 +96,11 @@ class DeviceRates:
         substitutes = SUBSTITUTE_DTYPES.get(dtype, (dtype,))
         known = next((substitute for substitute in substitutes if substitute in self.flops), None)
         if known is None:
-            raise PlanError(
-                f"the rate of {self.name} in {dtype} is unknown; give its peak with --peak, or measure it"
-            )
+            fix = "give its peak with --peak, or measure it"
+            if dtype in LOW_DTYPES:
+                wide = ", ".join(name for name in WIDE_DTYPES if name in self.flops)
+                fix = f"use --precision {wide}, or another device"
+            raise PlanError(f"the rate of {self.name} in {dtype} is unknown; {fix}")
         return self.flops[known]
 
     def measured_flops(self, dtype: str, volume: float) -> float | None:

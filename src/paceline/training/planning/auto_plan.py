@@ -66,13 +66,11 @@ def choose_plan(
     if nodes > cluster.nodes:
         cluster = cluster.model_copy(update={"nodes": nodes})
     facts = describe(spec, task)
-    found = find_best_plans(
-        facts,
-        cluster,
-        spec.batch,
-        recipe=recipe_of_request(spec, facts, has_own_optimizer(task)),
-        ranks=ranks,
-    )
+    try:
+        recipe = recipe_of_request(spec, facts, has_own_optimizer(task))
+    except PlanError as error:
+        raise PlanError(f"{error}, or name a plan") from error
+    found = find_best_plans(facts, cluster, spec.batch, recipe=recipe, ranks=ranks)
     refused: list[str] = []
     possible = find_trainable(found.plans, spec, task, ranks, refused)
     fastest = next(possible, None)
