@@ -42,8 +42,12 @@ def test_best_plans_are_measured(tmp_path: Path) -> None:
     write_task(tmp_path)
     words = ("--ranks", "2", "--measure", "2")
     done = succeed("plan", *WORDS, *words, "--json", "a.json", at=tmp_path)
-    measured = json.loads((tmp_path / "a.json").read_text())["measured"]
+    tree = json.loads((tmp_path / "a.json").read_text())
+    measured = tree["measured"]
     assert len(measured) == 2
+    assert [row["step_s"] for row in tree["plans"][:2]] == [row["step_s"] for row in measured]
+    assert [row["is_measured"] for row in tree["plans"][:3]] == [True, True, False]
+    assert tree["unranked"] is None
     assert measured[0]["step_s"] <= measured[1]["step_s"]
     assert f"fastest: plan {measured[0]['plan']}: " in done.out
 

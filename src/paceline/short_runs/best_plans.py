@@ -9,7 +9,9 @@ from rich.table import Table
 from paceline.errors import LaunchError, PlanError, RankError, RunError
 from paceline.plan.cost_model.cost import Cost
 from paceline.plan.plan import Plan
+from paceline.plan.search.best_plans import BestPlans
 from paceline.plan.search.constraints import Constraint
+from paceline.plan.search.measured_plans import MeasuredStep, rank_measured
 from paceline.short_runs.request import ShortRequest
 from paceline.short_runs.training import ShortRun, count_steps, train_shortly
 from paceline.units import format_seconds
@@ -26,14 +28,38 @@ class MeasuredPlan:
 
 @dataclass(frozen=True)
 class MeasuredPlans:
-    """Plans, the fastest measured first. failed: a sentence for each plan that did not train."""
+    """Plans, the fastest measured first. failed: plans that did not train, with the reason."""
 
     plans: tuple[MeasuredPlan, ...]
-    failed: tuple[str, ...]
+    failed: tuple[tuple[Plan, str], ...]
 
     @property
     def best(self) -> MeasuredPlan:
         return self.plans[0]
+
+    def describe_failures(self) -> list[str]:
+        """Return a sentence for each plan that did not train."""
+        return [f"plan {plan}: {reason}" for plan, reason in self.failed]
+
+    def rank(self, found: BestPlans) -> BestPlans:
+        """Return predicted plans with the measured ones first, without those that did not train."""
+        steps = [
+            MeasuredStep(each.plan, each.predicted, each.run.step_s, each.run.error) for each in self.plans
+        ]
+        return rank_measured(found, steps, [plan for plan, _ in self.failed])
+
+    def as_tree(self) -> list[dict[str, object]]:
+        """Return the measurements for JSON; docs/json.md lists the keys."""
+        return [
+            {
+                "plan": str(each.plan),
+                "step_s": each.run.step_s,
+                "step_error": each.run.error,
+                "steps": each.run.steps,
+                "predicted_s": each.predicted.step_s,
+            }
+            for each in self.plans
+        ]
 
     def describe_choice(self) -> str:
         """Return a sentence that says which plan is fastest, and by how much."""
@@ -68,11 +94,11 @@ def measure_plans(
                 request.spec, launch, plan, count_steps(cost.step_s), lambda state: show(f"job: {state}")
             )
         except (PlanError, LaunchError, RankError, RunError) as error:
-            failed.append(f"plan {plan}: {error}")
+            failed.append((plan, str(error)))
             continue
         measured.append(MeasuredPlan(plan, cost, run))
     if not measured:
-        raise PlanError(f"none of the plans could train: {failed[0]}")
+        raise PlanError("none of the plans could train: plan {}: {}".format(*failed[0]))
     measured.sort(key=lambda each: each.run.step_s)
     return MeasuredPlans(tuple(measured), tuple(failed))
 
@@ -92,17 +118,3 @@ def build_table(found: MeasuredPlans) -> Table:
             f"{each.predicted.step_s / each.run.step_s - 1:+.0%}",
         )
     return table
-
-
-def as_tree(found: MeasuredPlans) -> list[dict[str, object]]:
-    """Return the measurements for JSON; docs/json.md lists the keys."""
-    return [
-        {
-            "plan": str(each.plan),
-            "step_s": each.run.step_s,
-            "step_error": each.run.error,
-            "steps": each.run.steps,
-            "predicted_s": each.predicted.step_s,
-        }
-        for each in found.plans
-    ]

@@ -105,5 +105,7 @@ def measure_best_plans(
     with Console(highlight=False, stderr=True).status("starting") as status:
         found = measure_plans(request, ranks, count, status.update, where)
     sentence = write_records(request, [each.run for each in found.plans], cluster_name)
-    print_parts(build_table(found), *found.failed, f"fastest: {found.describe_choice()}", sentence, "")
+    print_parts(
+        build_table(found), *found.describe_failures(), f"fastest: {found.describe_choice()}", sentence, ""
+    )
     return found

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from paceline.cli.options.plan_options import PlanQuery
     from paceline.plan.search.best_plans import BestPlans
     from paceline.plan.search.constraints import Constraint
+    from paceline.short_runs.best_plans import MeasuredPlans
 
 
 def plan(
@@ -203,6 +204,8 @@ def plan(
             where=constraints,
             search_s=search_time,
         )
+        if measured is not None:
+            found = measured.rank(found)
         if query.spec is not None and query.task is not None:
             from paceline.training.planning.auto_plan import drop_refused
 
@@ -231,7 +234,7 @@ def _show(
     explain: bool,
     json: "Path | None",
     plot: "Path | None",
-    measured: "list[dict[str, object]] | None",
+    measured: "MeasuredPlans | None",
 ) -> None:
     """Print the plans of one machine, or the best plan of each of several; write JSON and picture."""
     from json import dumps
@@ -242,11 +245,13 @@ def _show(
         as_tree,
         build_tables,
         compare_clusters,
+        describe_measured,
         describe_overlap,
         heading,
         list_cluster_notes,
         list_notes,
     )
+    from paceline.plan.search.measured_plans import count_maybe_faster
     from paceline.plan.search.ranking import find_indistinct_plans
 
     if len(results) > 1:
@@ -256,9 +261,9 @@ def _show(
         print_parts(compare_clusters(results), *list_cluster_notes(results))
         return
     [result] = results
-    indistinct = find_indistinct_plans(result, target)
+    indistinct = None if measured is not None else find_indistinct_plans(result, target)
     if json is not None:
-        tree = as_tree(result, top, indistinct) | ({"measured": measured} if measured else {})
+        tree = as_tree(result, top, indistinct) | ({"measured": measured.as_tree()} if measured else {})
         write_whole(json, dumps(tree, indent=1) + "\n")
     if plot is not None:
         from paceline.plan.report.bars import draw
@@ -269,6 +274,7 @@ def _show(
         *build_tables(result, top, explain),
         *list_notes(result),
         *([describe_overlap(result, indistinct)] if indistinct else []),
+        *([describe_measured(result, count_maybe_faster(result))] if measured is not None else []),
     )
 
 
@@ -281,13 +287,12 @@ def _measure(
     precision: str | None,
     set: list[str] | None,
     where: "Sequence[Constraint]",
-) -> "list[dict[str, object]]":
-    """Train shortly under the best plans, print what was measured, and return it for JSON."""
+) -> "MeasuredPlans":
+    """Train shortly under the best plans, print what was measured, and return it."""
     from paceline.cli.options.short_runs import measure_best_plans, read_short_request
-    from paceline.short_runs.best_plans import as_tree
 
     request = read_short_request(target, batch, precision, set or [], cluster)
-    return as_tree(measure_best_plans(request, ranks or request.cluster.devices, count, cluster, where))
+    return measure_best_plans(request, ranks or request.cluster.devices, count, cluster, where)
 
 
 def _check_rate(achieved: float, cluster: str | None) -> None:

@@ -1,6 +1,6 @@
 """Cost: predicted time and memory of a plan, part by part, each with its source."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import hypot, sqrt
 from typing import NamedTuple
 
@@ -48,6 +48,7 @@ class TimeCost:
 
     The parts add up to it. flops: of the model on one rank; hardware_flops: with recomputation.
     extrapolation_error: relative, common to all plans, of a device or a size that nothing was fitted to.
+    measured_error: relative standard error, if the step was measured; the parts are then scaled to it.
     """
 
     parts: tuple[CostPart, ...]
@@ -58,6 +59,7 @@ class TimeCost:
     peak_flops: float | None
     guesses: tuple[str, ...] = ()
     extrapolation_error: float = 0.0
+    measured_error: float | None = None
 
     @property
     def step_s(self) -> float:
@@ -71,7 +73,19 @@ class TimeCost:
     @property
     def error_of_plan(self) -> float:
         """The part of the error that differs between plans on the same devices."""
+        if self.measured_error is not None:
+            return hypot(RUN_NOISE, self.measured_error)
         return hypot(RUN_NOISE, _combined_error(self.parts, self.step_s))
+
+    @property
+    def is_measured(self) -> bool:
+        return self.measured_error is not None
+
+    def scaled_to(self, step_s: float, error: float) -> "TimeCost":
+        """Return the same parts, scaled to a measured step with this relative standard error."""
+        factor = step_s / self.step_s
+        parts = tuple(replace(part, value=factor * part.value) for part in self.parts)
+        return replace(self, parts=parts, guesses=(), extrapolation_error=0.0, measured_error=error)
 
     @property
     def extrapolated(self) -> bool:

@@ -140,7 +140,7 @@ def _stack_bars(axes: "Axes", rows: Sequence[Sequence[CostPart]], unit: float) -
 def _draw_front(canvas: "SubFigure", results: BestPlans) -> None:
     """Draw all plans that fit, with a number at each plan of the front, and a list of these numbers."""
     axes, text_axes = canvas.subplots(1, 2, width_ratios=(1.0, 0.9))
-    front = find_front(results.pool)
+    front = find_front(sorted(results.pool, key=lambda pair: (pair[1].step_s, pair[1].peak_bytes)))
     time_unit, time_name = _time_scale(front[0][1].step_s)
     memory_unit, memory_name = _memory_scale(front[0][1].peak_bytes)
     highest = SLOWEST * front[-1][1].step_s

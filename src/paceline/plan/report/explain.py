@@ -63,7 +63,10 @@ def _summary(results: BestPlans, plan: Plan, cost: Cost) -> list[str]:
         return [f"\n{plan}: {of_step}{peak}"]
     best, fastest = pool[0]
     if best == plan.resolve(results.ranks):
-        return [f"\nwhy {plan}: the fastest of {len(pool):,} plans that fit; {of_step}{peak}"]
+        why = f"the fastest of {len(pool):,} plans that fit"
+        if cost.time.is_measured:
+            why = f"the fastest measured one of {len(pool):,} plans that fit"
+        return [f"\nwhy {plan}: {why}; {of_step}{peak}"]
     num_faster = sum(other.step_s < cost.step_s for _, other in pool)
     lines = [f"\n{plan}: {num_faster:,} of {len(pool):,} plans that fit are faster; {of_step}{peak}"]
     parts = _select_parts(list_slower_parts(cost, fastest), cost.step_s)

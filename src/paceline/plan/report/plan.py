@@ -74,6 +74,7 @@ class PlanTable:
 
 def _plans(results: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
     rate = "tokens/s" if results.facts.tokens > 1 else "samples/s"
+    has_measured = any(cost.time.is_measured for _, cost in plans)
     rows = []
     for plan, cost in plans:
         time = cost.time
@@ -83,8 +84,10 @@ def _plans(results: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
             format_bytes(cost.peak_bytes),
             _fits(cost),
         ]
+        cells += ["measured" if time.is_measured else "predicted"] if has_measured else []
         rows.append([str(plan), *cells])
-    return PlanTable("plan", ["step", "±", rate, "MFU", "memory", "fits"], rows)
+    names = ["step", "±", rate, "MFU", "memory", "fits", *(["step is"] if has_measured else [])]
+    return PlanTable("plan", names, rows)
 
 
 def _bills(results: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
@@ -186,6 +189,19 @@ def list_cluster_notes(results: Sequence[BestPlans]) -> list[str]:
     return lines
 
 
+def describe_measured(results: BestPlans, maybe_faster: int) -> str:
+    """Return a sentence about the plans without a measurement, below a table whose first plan has one."""
+    measured = sum(cost.time.is_measured for _, cost in results.plans)
+    others = len(results.plans) - measured
+    ranked = f"measured: {several(measured, 'plan')}, ranked first; predicted: {others:,}"
+    if not maybe_faster:
+        return f"{ranked}, none of which is faster within its error bar"
+    return (
+        f"{ranked}, of which {maybe_faster:,} may be faster within their error bars; a larger --measure also "
+        "trains the next ones"
+    )
+
+
 def describe_overlap(results: BestPlans, unranked: IndistinctPlans) -> str:
     """Return a sentence about plans whose error bars overlap: why, and what to measure to rank them."""
     cost = results.plans[0][1]
@@ -263,6 +279,7 @@ def _figures(results: BestPlans, plan: Plan, cost: Cost) -> dict[str, Any]:
         "plan": str(plan),
         "step_s": cost.step_s,
         "step_error": time.error,
+        "is_measured": time.is_measured,
         "tokens_per_s": time.tokens_per_s,
         "samples_per_s": time.samples / cost.step_s,
         "model_flops_per_s": time.model_flops_per_s,
