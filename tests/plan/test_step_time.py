@@ -10,6 +10,7 @@ from clusters import make_cluster
 from paceline.cluster.facts import Fact, Link, Overlap, Rate
 from paceline.cluster.published import find
 from paceline.errors import PlanError
+from paceline.plan.cost_model.block_communication import rank_group
 from paceline.plan.cost_model.compute_time import product_s
 from paceline.plan.cost_model.constants import CONSTANTS
 from paceline.plan.cost_model.cost import (
@@ -23,7 +24,7 @@ from paceline.plan.cost_model.framework_profiles import MEGATRON, PACELINE
 from paceline.plan.cost_model.optimizer_state import recipe_of_request
 from paceline.plan.cost_model.predict import add_input_and_save, predict
 from paceline.plan.cost_model.rates import device_rates
-from paceline.plan.cost_model.step_time import predict_time, rank_group
+from paceline.plan.cost_model.step_time import predict_time
 from paceline.plan.cost_model.work_split import WorkSplit, split_work
 from paceline.plan.model.library import load_model, load_transformer
 from paceline.plan.plan import parse

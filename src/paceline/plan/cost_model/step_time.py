@@ -5,17 +5,24 @@ from functools import lru_cache
 from math import hypot
 from typing import NamedTuple
 
+from paceline.plan.cost_model.block_communication import (
+    context_parallel_s,
+    expert_parallel_s,
+    rank_group,
+    tensor_parallel_s,
+)
 from paceline.plan.cost_model.calibration import Calibration
 from paceline.plan.cost_model.compare import TIME_PARTS
-from paceline.plan.cost_model.compute_time import ComputeTime, compute_block_time
+from paceline.plan.cost_model.compute_time import compute_block_time
 from paceline.plan.cost_model.constants import MAX_FITTED_RANKS
 from paceline.plan.cost_model.cost import CostPart, TimeCost
 from paceline.plan.cost_model.engine_overhead import engines_s
 from paceline.plan.cost_model.framework_profiles import Recipe
-from paceline.plan.cost_model.memory import MemoryBreakdown, count_updated, memory_breakdown, state_of_rank
+from paceline.plan.cost_model.memory import memory_breakdown
 from paceline.plan.cost_model.rates import SUBSTITUTE_DTYPES, DeviceRates
+from paceline.plan.cost_model.update_time import data_parallel_parts, optimizer_s
 from paceline.plan.cost_model.work_split import MicrobatchKey, StageAssignment, WorkSplit, assign_stages
-from paceline.plan.model.facts import BlockFacts, ModelFacts
+from paceline.plan.model.facts import ModelFacts
 from paceline.plan.schedules import SCHEDULES, StageTimes
 from paceline.units import several
 
@@ -48,19 +55,6 @@ GUESSED_ERROR = 0.7  # of each part, if nothing was measured of a CPU
 # more ranks than any fitted training. The shares of the known architectures differ by a quarter.
 UNFITTED_ERRORS: Mapping[str, float] = {"published": 0.12, "guessed": 0.25}
 BEYOND_RANKS_ERROR = 0.1
-UPDATE_BYTES = 12.0  # per parameter: read and write the weight, read the gradient, in float32
-
-
-class Group(NamedTuple):
-    """Ranks that communicate with each other, `together` of them in one node."""
-
-    ranks: int
-    together: int
-
-
-def rank_group(ranks: int, stride: int, per_node: int) -> Group:
-    """Return the group of ranks at a distance of `stride`, in the order of `ResolvedPlan.place`."""
-    return Group(ranks, max(1, min(ranks, per_node // stride)))
 
 
 class StageLoad(NamedTuple):
@@ -108,13 +102,13 @@ def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, rates: Dev
         [memory_breakdown(facts, assigned, recipe, split.microbatch_key) for assigned, _ in stages],
         key=lambda breakdown: breakdown.trained,
     )
-    data = _data_parts(assignment, split, recipe, rates, busiest, own)
+    data = data_parallel_parts(assignment, split, recipe, rates, busiest.stage, own)
     if split.zero >= 2:  # each pass gathers and scatters all weights
         parts |= {name: seconds * facts.passes for name, seconds in data.items()}
     else:
         parts |= {name: seconds * facts.updates for name, seconds in data.items()}
     parts["engines"] = engines_s(assignment, split, rates) * facts.passes
-    parts["optimizer"] = _optimizer_s(assignment, split, recipe, rates, own) * facts.updates
+    parts["optimizer"] = optimizer_s(assignment, split, recipe, rates, own) * facts.updates
     parts["jitter"] = rates.constants.jitter * sum(parts.values())
     peak = next(
         (
@@ -267,8 +261,11 @@ def stage_load(
         block_time = compute_block_time(rates, recipe, block, key)
         if slower != 1.0:
             block_time = block_time.scaled(slower)
-        sums, ring = _tensor_s(block, key, recipe, rates), _context_s(block, key, recipe, rates, block_time)
-        sent = _expert_s(block, key, recipe, rates)
+        sums, ring = (
+            tensor_parallel_s(block, key, recipe, rates),
+            context_parallel_s(block, key, recipe, rates, block_time),
+        )
+        sent = expert_parallel_s(block, key, recipe, rates)
         products += count * (block_time.products_s + block_time.inputs_s + block_time.weights_s)
         attention += count * (block_time.attention_s + block_time.attention_backward_s)
         traffic += count * (block_time.traffic_s + block_time.traffic_backward_s)
@@ -301,89 +298,6 @@ def stage_load(
         flops,
         recompute_flops,
     )
-
-
-class PassTimes(NamedTuple):
-    """Seconds of communication in the forward pass, the backward pass and recomputation."""
-
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-
-
-def _tensor_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rates: DeviceRates) -> PassTimes:
-    """Return the time of a block's all-reduces over tp.
-
-    They sum its outputs forward, and the gradients of its inputs backward.
-
-    Source: arXiv 1909.08053, section 3. Sequence parallelism replaces each by a gather and a scatter, which
-    together take as long (arXiv 2205.05198, section 4.2.2). A gather is half of an all-reduce.
-    """
-    if key.tp == 1 or not block.sums:
-        return PassTimes(0.0, 0.0, 0.0)
-    size = block.boundary * recipe.element * key.micro_batch / key.cp
-    group = rank_group(key.tp, 1, rates.per_node)
-    call_s = rates.collective_s("all-reduce", size, group.ranks, group.together) * (
-        1 - recipe.overlaps_tensor
-    )
-    recompute = (
-        call_s * block.sums
-        if recipe.recompute_shares(key.recompute).products == 1 and block.attention
-        else 0.0
-    )
-    again = 1.5 if recipe.gathers_again and recipe.splits_sequence(key.cp) else 1.0
-    return PassTimes(call_s * block.sums, again * call_s * block.sums, recompute)
-
-
-def _expert_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rates: DeviceRates) -> PassTimes:
-    """Return the time in which tokens are sent to their experts and back, forward and backward.
-
-    A token is sent once to each other node that has one of its experts, and from there inside the node (arXiv
-    2412.19437, section 3.2.2); inside its own node once per expert.
-    """
-    if key.ep == 1 or not block.dispatched:
-        return PassTimes(0.0, 0.0, 0.0)
-    group = rank_group(key.ep, key.tp * key.cp, rates.per_node)
-    size = block.dispatched * recipe.dispatch * key.micro_batch / (key.tp * key.cp)
-    nodes = -(-group.ranks // group.together)
-    away = nodes * (1 - (1 - 1 / nodes) ** block.copies) * (nodes - 1) / nodes / block.copies
-    seconds = max(
-        rates.collective_s("all-to-all", size, group.together, group.together),
-        size * away / rates.across_Bps if nodes > 1 else 0.0,
-    )
-    exposed = (seconds + 2 * rates.constants.node_s) * (1 - recipe.overlaps_experts)
-    again = exposed if recipe.recompute_shares(key.recompute).products == 1 else 0.0
-    return PassTimes(exposed, exposed, again)
-
-
-def _context_s(
-    block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rates: DeviceRates, block_time: ComputeTime
-) -> float:
-    """Return the exposed time of the communication of attention.
-
-    In a ring (arXiv 2310.01889), keys and values circulate while attention computes: forward, again in
-    recomputation, and backward with their gradients. After each of cp steps a rank merges the output in
-    float32. Otherwise they are gathered before attention, and their gradients reduced and scattered after it.
-    """
-    if key.cp == 1 or not block.attention:
-        return 0.0
-    group = rank_group(key.cp, key.tp, rates.per_node)
-    width = key.micro_batch / key.tp
-    again = recipe.recompute_shares(key.recompute).attention
-    gathered = [a for a in block.attention if a.gathers_keys(key.cp)]
-    gathered_s = 0.0
-    for attention in gathered:
-        size = attention.key_value_elements * recipe.element * width
-        gathered_s += (1 + again) * rates.collective_s("all-gather", size, group.ranks, group.together)
-        gathered_s += rates.collective_s("reduce-scatter", size, group.ranks, group.together)
-    if len(gathered) == len(block.attention):
-        return gathered_s
-    in_ring = [a for a in block.attention if not a.gathers_keys(key.cp)]
-    size = sum(a.key_value_elements for a in in_ring) * recipe.element * width
-    ring = rates.collective_s("all-gather", size, group.ranks, group.together)
-    merged = sum(a.queries * a.head_dim * a.heads for a in in_ring) * recipe.merge * width / rates.memory_Bps
-    exposed = ring - (1 - rates.exposed_share(group.together)) * min(ring, block_time.attention_s)
-    return gathered_s + (3 + again) * (exposed + merged)
 
 
 def _pipeline_idle_s(
@@ -430,101 +344,3 @@ def share_cores(
     busy_s = microbatches * busiest_s
     step_s = max(microbatches * mean_s, (busy_s + bubble_s) / crowd)
     return min(1.0, step_s / (busy_s or 1.0)), max(0.0, step_s - busy_s)
-
-
-def _data_parts(
-    assignment: StageAssignment,
-    split: WorkSplit,
-    recipe: Recipe,
-    rates: DeviceRates,
-    busiest: StageLoad,
-    own: MemoryBreakdown,
-) -> dict[str, float]:
-    """Return the exposed time of averaging gradients and gathering weights."""
-    ranks = split.dp * split.cp
-    if ranks == 1:
-        return {}
-    blocks = sum(count for _, count in assignment.parts)
-    group = rank_group(ranks, split.tp, rates.per_node)
-    shards = rank_group(split.shards, split.tp, rates.per_node)
-    forward, backward = busiest.stage.forward_s, busiest.stage.inputs_s + busiest.stage.weights_s
-    trained = own.trained / own.params
-
-    def call_s(kind: str, size: float, members: Group) -> float:
-        return rates.collective_s(kind, size, members.ranks, members.together, recipe.rails)
-
-    def call(kind: str, bytes_per_param: float, members: Group, share: float = trained) -> float:
-        """Return the seconds of a collective of this share of the parameters.
-
-        Ranks with the same experts communicate those.
-        """
-        dense = call_s(kind, (own.params - own.experts) * share * bytes_per_param, members)
-        if not own.experts:
-            return dense
-        same = rank_group(max(1, members.ranks // split.ep), split.tp * split.ep, rates.per_node)
-        return dense + call_s(kind, own.experts * share * bytes_per_param, same)
-
-    exposed_share = rates.exposed_share(
-        (shards if split.zero >= 2 else group).together if recipe.rails else 1
-    )
-
-    def exposed(communication: float, computing: float) -> float:
-        """Return what a collective adds to the computing it may overlap with.
-
-        That of the first or last block is exposed.
-        """
-        return (
-            max(communication / blocks, communication - (1 - exposed_share) * min(communication, computing))
-            if recipe.overlaps_data
-            else communication
-        )
-
-    if split.zero <= 1 or (split.zero == 2 and not recipe.at_rest):
-        # Through shared memory, all ranks of the world average, and the thread of the backward pass waits.
-        averaging = (
-            rates.shared_mean_s(own.trained * recipe.reduce, ranks)
-            if split.zero <= 1 and ranks == split.ranks and rates.shares_memory(*group)
-            else exposed(call("all-reduce", recipe.reduce, group), backward)
-        )
-        gathering = call("all-gather", recipe.weight, group) if split.zero else 0.0
-        if (
-            split.zero == 0 or not recipe.scattered
-        ):  # ZeroRedundancyOptimizer sends weights after their update
-            return {"data parallel": averaging, "gathered weights": gathering}
-        reducing = call("reduce-scatter", recipe.reduce, group)
-        return {"data parallel": exposed(reducing, backward), "gathered weights": exposed(gathering, forward)}
-    latency = (blocks - 1) * call_s("all-gather", recipe.gather * 1e-9, shards)
-    gather = call("all-gather", recipe.gather, shards, 1.0) + latency
-    scatter = call("reduce-scatter", recipe.reduce, shards) + latency
-    if split.replicate > 1:
-        copies = rank_group(split.replicate, split.tp * split.shards, rates.per_node)
-        scatter += call_s("all-reduce", own.trained / split.shards * recipe.reduce, copies)
-    reductions = 1 if recipe.whole_gradients else split.microbatches
-    regather = gather if split.zero == 3 else 0.0
-    exposed_s = split.microbatches * (exposed(gather, forward) + exposed(regather, backward)) + reductions * (
-        exposed(regather + scatter, backward) - exposed(regather, backward)
-    )
-    gather_share = (gather + regather) / (gather + regather + scatter)
-    return {"gathered weights": exposed_s * gather_share, "data parallel": exposed_s * (1 - gather_share)}
-
-
-def _optimizer_s(
-    assignment: StageAssignment,
-    split: WorkSplit,
-    recipe: Recipe,
-    rates: DeviceRates,
-    own: MemoryBreakdown,
-) -> float:
-    """Return the time of the update, from memory bandwidth, or on a CPU from number and size of tensors.
-
-    The norm of the gradients reads them once more.
-    """
-    tensors = sum(block.tensors * count for block, count in assignment.parts)
-    if rates.op_times is not None and tensors:
-        own_tensors = tensors / (split.shards if split.zero == 1 else 1)
-        return own_tensors * rates.op_times.seconds(
-            "update", own.trained / (split.shards if split.zero else 1) / own_tensors
-        )
-    state = state_of_rank(own, split, recipe)
-    moved = UPDATE_BYTES + 2 * recipe.optimizer + recipe.master / 2
-    return (count_updated(own, split) * moved + state.gradients) / rates.memory_Bps

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.table import Table
 
+from paceline.plan.cost_model.block_communication import rank_group
 from paceline.plan.cost_model.cost import Cost, CostPart, list_slower_parts
-from paceline.plan.cost_model.step_time import rank_group
 from paceline.plan.plan import Plan
 from paceline.plan.search.best_plans import BestPlans
 from paceline.units import format_bytes, format_seconds
