@@ -51,6 +51,8 @@ def build_model(row: Mapping[str, str], fused: bool) -> Transformer:
             changes["pattern"] = _repeat(base.pattern, changes["layers"])
         if base.dense_layers >= changes.get("layers", base.layers):
             changes["dense_layers"] = 0
+        if changes.get("experts", base.experts) != base.experts:  # their groups are not known
+            changes |= {"expert_groups": 1, "group_limit": 1}
         return load_transformer(known, **changes)
     changes.setdefault("seq", USUAL_SEQ if is_recent(row["gpu_type"]) else OLDER_SEQ)
     if similar := _find_similar_mixture(row, given):

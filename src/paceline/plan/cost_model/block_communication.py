@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from paceline.plan.cost_model.compute_time import ComputeTime
+from paceline.plan.cost_model.expert_routing import expected_nodes
 from paceline.plan.cost_model.framework_profiles import Recipe
 from paceline.plan.cost_model.rates import DeviceRates
 from paceline.plan.cost_model.work_split import MicrobatchKey
@@ -56,15 +57,18 @@ def tensor_parallel_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rat
 def expert_parallel_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rates: DeviceRates) -> PassTimes:
     """Return the time in which tokens are sent to their experts and back, forward and backward.
 
-    A token is sent once to each other node that has one of its experts, and from there inside the node (arXiv
-    2412.19437, section 3.2.2); inside its own node once per expert.
+    A system that deduplicates sends a token once to each other node that has one of its experts, and from
+    there inside the node (arXiv 2412.19437, section 3.2.2); others once per expert, as all do inside a node.
     """
     if key.ep == 1 or not block.dispatched:
         return PassTimes(0.0, 0.0, 0.0)
     group = rank_group(key.ep, key.tp * key.cp, rates.per_node)
-    size = block.dispatched * recipe.dispatch * key.micro_batch / (key.tp * key.cp)
+    element = (recipe.dispatch + recipe.combine) / 2
+    size = block.dispatched * element * key.micro_batch / (key.tp * key.cp)
     nodes = -(-group.ranks // group.together)
-    away = nodes * (1 - (1 - 1 / nodes) ** block.copies) * (nodes - 1) / nodes / block.copies
+    away = (nodes - 1) / nodes  # share of what is sent that leaves a node
+    if recipe.deduplicates:
+        away *= expected_nodes(block.experts, block.copies, nodes, *block.expert_groups) / block.copies
     seconds = max(
         rates.collective_s("all-to-all", size, group.together, group.together),
         size * away / rates.across_Bps if nodes > 1 else 0.0,

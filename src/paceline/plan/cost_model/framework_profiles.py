@@ -56,7 +56,8 @@ class Recipe:
     loss: bytes per logit at the peak: itself, in float32, as log-probability, and its gradients.
     merge: bytes read and written per element of attention's output to merge it with that of the next keys of
     the ring: five float32 operations, or a fused kernel.
-    dispatch: bytes of an element that is sent to an expert.
+    dispatch, combine: bytes of an element that is sent to an expert, and back. deduplicates: a token is sent
+    to a node once, whatever the number of its experts there.
     overlaps_data, overlaps_tensor, overlaps_experts: shares of these collectives that can overlap with
     computing.
     rails: a collective over several nodes uses the network devices of all its ranks at once (hierarchical),
@@ -106,6 +107,8 @@ class Recipe:
     loss: float = 14.0
     merge: float = 40.0
     dispatch: float = 2.0
+    combine: float = 2.0
+    deduplicates: bool = True
     overlaps_experts: float = 0.0
     overlaps_data: bool = True
     overlaps_tensor: float = 0.0
@@ -193,6 +196,7 @@ MEGATRON_CORE = replace(
     overlaps_data=True,
     overlaps_tensor=0.6,
     gather=2.0,
+    deduplicates=False,  # by its default dispatcher, alltoall
 )
 # Rajbhandari et al. 2020: 2 + 2 + 12 bytes per parameter. DeepSpeed's first ZeRO-3 is known to gather each
 # weight separately.
@@ -219,6 +223,7 @@ FSDP = Recipe(
     reserved=0.1,
     fixed_bytes=CUDA_CONTEXT_BYTES,
     connection_bytes=NCCL_BYTES,
+    deduplicates=False,
 )
 # blocks are compiled, the loss is not
 FSDP_COMPILED = replace(FSDP, name="fsdp-compiled", fused_gate=True, elementwise=1.0)
@@ -257,6 +262,7 @@ NEMO = replace(
     overlaps_tensor=0.74,
     selective="products",
     loss=4.0,
+    deduplicates=True,  # DeepEP or HybridEP
 )
 # Megatron-Bridge since 26.06, for gated experts in MXFP8 on Blackwell (its pull requests 3983, 4249 and 4606,
 # 2026): the products of all experts are one kernel, as fast as other products; their traffic overlaps with
@@ -276,6 +282,18 @@ MEGATRON_PLAIN = replace(
     overlaps_tensor=0.0,
     gathers_again=True,
     loss=4.0,
+)
+# DeepSeek-AI's HAI-LLM for V3 (arXiv 2412.19437, sections 3.2 and 3.3): blockwise fp8; tokens are sent in fp8
+# with a scale for 128 elements, and returned in bf16, once for each node, behind computing; moments in bf16.
+# Nothing of it is fitted.
+HAI_LLM = replace(
+    MEGATRON_CORE,
+    name="hai-llm",
+    dtype="fp8",
+    optimizer=4.0,
+    dispatch=1.0 + 4 / 128,
+    deduplicates=True,
+    overlaps_experts=0.8,
 )
 # MaxText and PaxML: XLA compiles the step; weights are sharded, and gathered for each layer
 MAXTEXT = replace(FSDP_COMPILED, name="maxtext", products=1.135, attention=1.169, native_attention=True)
@@ -297,6 +315,7 @@ RECIPES: Mapping[str, Recipe] = {
         NEMO,
         NEMO_FUSED,
         MEGATRON_PLAIN,
+        HAI_LLM,
         MAXTEXT,
     )
 }

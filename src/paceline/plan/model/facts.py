@@ -161,6 +161,7 @@ class BlockFacts:
     params: tensor parallelism divides `split_params` of them; `expert_params` belong to experts. frozen:
     share of them that gets no gradients.
     dispatched: elements that a forward pass sends to experts, and back; copies: experts of a token.
+    expert_groups: into which the experts are divided, and how many of them a token's experts may be in.
     saved: by recompute, what the forward pass keeps for the backward pass; core, gate: what attention and a
     gate's activation without fused kernels add to `none`. traffic: what operations other than products and
     attention read and write in a forward pass; expert_traffic: of experts, in addition, if no kernel fuses
@@ -181,6 +182,7 @@ class BlockFacts:
     frozen: float = 0.0
     dispatched: float = 0.0
     copies: int = 1
+    expert_groups: tuple[int, int] = (1, 1)
     products: tuple[Product, ...] = ()
     attention: tuple[Attention, ...] = ()
     saved: Mapping[str, TensorVolume] = field(default_factory=dict)
@@ -201,8 +203,12 @@ class BlockFacts:
     @property
     def active_params(self) -> float:
         """Parameters that a token is computed with: those of all but the experts that it is not sent to."""
-        experts = max((product.active for product in self.products), default=1.0)
-        return self.params - self.expert_params * max(0.0, 1 - self.copies / experts)
+        return self.params - self.expert_params * max(0.0, 1 - self.copies / self.experts)
+
+    @property
+    def experts(self) -> int:
+        """The number of experts; 1 without any."""
+        return int(max((product.active for product in self.products), default=1.0))
 
     @property
     def product_flops(self) -> float:

@@ -34,9 +34,10 @@ class Transformer(Value):
     sequences of `seq`.
     experts: of each of the layers with experts, `active_experts` of them per token, each of width
     `expert_ffn` (None: `ffn`), and `shared_ffn` for all tokens. dense_layers: the first layers, which have
-    none; expert_every: of the others, each such layer has experts, the rest is dense. expert_hidden: width of
-    the latent vectors that experts see instead of the stream (None: `hidden`). clamped: what enters the gate
-    of an expert is clamped.
+    none; expert_groups: into which the experts are divided, `group_limit` of which a token's experts are in
+    (None: all); expert_every: of the others, each such layer has experts, the rest is dense. expert_hidden:
+    width of the latent vectors that experts see instead of the stream (None: `hidden`). clamped: what enters
+    the gate of an expert is clamped.
     full_every: with a window, each such layer sees all tokens.
     kv_rank: makes it latent attention (arXiv 2405.04434, section 2.1): width of the latent keys and values;
     q_rank: of the queries, or None; rope_dim: rotary part of a head's keys, in addition to `head_dim`.
@@ -60,6 +61,8 @@ class Transformer(Value):
     active_experts: int = Field(1, ge=1)
     expert_ffn: int | None = Field(None, ge=1)
     expert_hidden: int | None = Field(None, ge=1)
+    expert_groups: int = Field(1, ge=1)
+    group_limit: int | None = Field(None, ge=1)
     clamped: bool = False
     shared_ffn: int = Field(0, ge=0)
     dense_layers: int = Field(0, ge=0)
@@ -100,6 +103,19 @@ class Transformer(Value):
             raise ValueError(f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}")
         if self.active_experts > self.experts:
             raise ValueError(f"active_experts={self.active_experts} is more than experts={self.experts}")
+        if self.experts % self.expert_groups:
+            raise ValueError(f"experts={self.experts} is not divisible by expert_groups={self.expert_groups}")
+        if (self.group_limit or 1) > self.expert_groups:
+            raise ValueError(
+                f"group_limit={self.group_limit} is more than expert_groups={self.expert_groups}"
+            )
+        if (
+            self.experts // self.expert_groups * (self.group_limit or self.expert_groups)
+            < self.active_experts
+        ):
+            raise ValueError(
+                f"group_limit={self.group_limit} groups have fewer than active_experts={self.active_experts}"
+            )
         if self.pattern and len(self.pattern) != self.layers:
             raise ValueError(f"pattern has {len(self.pattern)} letters, and layers={self.layers}")
         if "M" in self.pattern and not self.state_heads:

@@ -36,6 +36,7 @@ def join_parts(name: str, m: Transformer, *parts: BlockFacts) -> BlockFacts:
         expert_params=sum(part.expert_params for part in parts),
         dispatched=sum(part.dispatched for part in parts),
         copies=max(part.copies for part in parts),
+        expert_groups=max(part.expert_groups for part in parts),
         products=tuple(product for part in parts for product in part.products),
         attention=tuple(call for part in parts for call in part.attention),
         saved={kind: value if kind == "none" else value.plus(boundary) for kind, value in saved.items()},
@@ -206,6 +207,7 @@ def expert_part(m: Transformer) -> BlockFacts:
         expert_params=experts,
         dispatched=2.0 * active * seen * s,
         copies=active,
+        expert_groups=(m.expert_groups, m.group_limit or m.expert_groups),
         products=(
             Product(s, gates * width, seen, active, "columns", m.experts),
             Product(s, seen, width, active, "inner", m.experts),
