@@ -9,9 +9,10 @@ import pytest
 
 from clusters import make_cluster
 from command import paceline, succeed
+from paceline.cluster.published import find
 from paceline.errors import PlanError, SpecError
 from paceline.plan.model.library import load_model
-from paceline.plan.report.scale import format_amount, format_duration
+from paceline.plan.report.scale import format_amount, format_duration, list_findings
 from paceline.plan.search.rank_counts import parse_counts
 from paceline.plan.search.scaling import find_last_efficient, predict_scaling
 from paceline.plan.search.search import search_plans
@@ -256,3 +257,20 @@ def test_bad_input_is_one_sentence(tmp_path: Path, words: tuple[str, ...], sente
     assert found.status == 2, found.all
     assert sentence in found.err
     assert found.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "counts", "batch", "is_memory"),
+    [
+        ("llama3-70b", "h100:8x16@50", (32, 64), 256, True),
+        ("bert-base", "h100:8x2@50", (4, 5), 15, False),  # 4 ranks cannot split 15 samples
+    ],
+)
+def test_more_than_linear_scaling_has_its_cause(
+    model: str, device: str, counts: tuple[int, int], batch: int, is_memory: bool
+) -> None:
+    scaling = predict_scaling(load_model(model), find(device), counts, batch)
+    assert scaling.strong.points[-1].efficiency > 1.01
+    [sentence] = [line for line in list_findings(scaling, 0.8) if line.startswith("above 100%")]
+    assert ("need more memory" in sentence) is is_memory
+    assert ("is the largest gain" in sentence) is not is_memory

@@ -121,8 +121,9 @@ def list_findings(scaling: Scaling, efficiency: float) -> list[str]:
             f"on {last.ranks:,} ranks, {last.lost.name} is the largest loss:"
             f" {last.lost.value:.0%} of the time of all devices"
         )
-    if max(point.efficiency for point in points) > 1 + MIN_SHARE:
-        lines.append("above 100%: more ranks have memory for plans that recompute less or wait less")
+    best = max(points, key=lambda point: point.efficiency)
+    if best.efficiency > 1 + MIN_SHARE:
+        lines.append(_explain_gain(scaling, best))
     if last.ranks > batch:
         threshold = next(point.ranks for point in points if point.ranks > batch)
         lines.append(
@@ -150,6 +151,26 @@ def list_findings(scaling: Scaling, efficiency: float) -> list[str]:
     ):
         lines.append("extrapolated: " + "; ".join(guesses))
     return lines
+
+
+def _explain_gain(scaling: Scaling, best: ScalingPoint) -> str:
+    """Return a sentence that says why a rank does more among more ranks: memory, or the part that shrank."""
+    first = scaling.strong.points[0]
+    gain = first.cost.step_s * first.ranks / (best.cost.step_s * best.ranks)
+    if scaling.memory_speedup**2 >= gain:  # at least half of the gain, on a logarithmic scale
+        return (
+            f"above 100%: faster plans need more memory than {several(first.ranks, 'rank')} have; "
+            "more ranks have it, for plans that recompute less or wait less"
+        )
+    device_s = [
+        {part.name: part.value * point.ranks for part in point.cost.time.parts} for point in (first, best)
+    ]
+    saved = {name: seconds - device_s[1].get(name, 0.0) for name, seconds in device_s[0].items()}
+    part = max(saved, key=lambda name: saved[name])
+    return (
+        f"above 100%: on {several(best.ranks, 'rank')}, {part} is the largest gain: "
+        f"{saved[part] / sum(device_s[0].values()):.0%} of the time of all devices on {first.ranks:,}"
+    )
 
 
 def recommend(scaling: Scaling, efficiency: float) -> str:

@@ -3,6 +3,7 @@
 Strong scaling has one batch for all ranks, weak scaling one batch per rank.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -70,7 +71,8 @@ class Scaling:
 
     strong: `batch` samples per step on any number of ranks.
     weak: `each` samples per rank, as on the fewest ranks of `strong`.
-    tokens: of the whole training. assumed: sentences.
+    tokens: of the whole training. assumed: sentences. memory_speedup: how many times as fast the fewest ranks
+    of `strong` would be if their memory were unlimited.
     """
 
     facts: ModelFacts
@@ -81,6 +83,7 @@ class Scaling:
     weak: Curve
     tokens: float | None
     assumed: tuple[str, ...]
+    memory_speedup: float = 1.0
 
 
 def predict_scaling(
@@ -122,7 +125,8 @@ def predict_scaling(
         raise _no_plan_error(inputs, batch, strong.refused)
     each = Fraction(batch, strong.points[0].ranks)
     weak = curve({count: each * count for count in counts})
-    return Scaling(facts, whole, batch, each, strong, weak, tokens, assumed)
+    memory_speedup = _find_memory_speedup(inputs, strong.points[0])
+    return Scaling(facts, whole, batch, each, strong, weak, tokens, assumed, memory_speedup)
 
 
 def find_last_efficient(curve: Curve, efficiency: float) -> ScalingPoint:
@@ -180,6 +184,16 @@ def _scaling_point(inputs: _ScalingInputs, ranks: int, samples: Fraction) -> Sca
     if best is None:
         return InfeasibleCount(ranks, "samples", f"a batch of {batch:,} cannot be split over {ranks:,} ranks")
     return InfeasibleCount(ranks, "memory", f"the leanest plan, {best.plan}, {best.reason}")
+
+
+def _find_memory_speedup(inputs: _ScalingInputs, point: ScalingPoint) -> float:
+    """Return the time of the point's step relative to that of the fastest plan with unlimited memory."""
+    rates = inputs.known[min(point.ranks, inputs.cluster.ranks_per_node)]
+    recipe = inputs.recipe or default_recipe(rates)
+    found = find_fastest(inputs.facts, rates, point.ranks, point.batch, -math.inf, recipe)
+    if found is not None and inputs.trainable is not None:
+        found = next(inputs.trainable([found], point.ranks, point.batch), None)
+    return max(1.0, point.cost.step_s / found[1].step_s) if found is not None else 1.0
 
 
 def _find_trainable(
