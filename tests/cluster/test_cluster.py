@@ -219,11 +219,21 @@ def test_only_exact_names_match_a_published_device():
     assert find_published_name("NVIDIA H100 NVL") == "h100-nvl"
     for other in (
         "NVIDIA H200 NVL",
-        "NVIDIA A800-SXM4-80GB",
+        "NVIDIA A800 80GB PCIe",
+        "NVIDIA H800 PCIe",
         "NVIDIA A100-SXM-64GB",
         "AMD INSTINCT MI250 (MCM) OAM AC MBA",
     ):
         assert find_published_name(other) is None
+
+
+@pytest.mark.parametrize(("name", "like"), [("a800", "a100-80g"), ("h800", "h100-sxm")])
+def test_devices_with_fewer_links_compute_alike(name: str, like: str) -> None:
+    """They were made for export to China: NVLink has 400 GB/s in both directions, 16-bit peaks are kept."""
+    own, other = sheets()[name], sheets()[like]
+    assert own.link_GBps == 200
+    assert own.device().peaks_flops["bf16"].value == other.device().peaks_flops["bf16"].value
+    assert own.memory_GBps == other.memory_GBps
 
 
 def test_one_card_of_an_h100_nvl():

@@ -2,8 +2,9 @@
 
 from paceline.cluster.facts import Cluster, Fact, Link
 
-# A network card of 200 or 400 Gbit/s for each device, as in the DGX of these devices.
-CARD_GBps = {"a100": 25.0, "h100": 50.0, "h200": 50.0}
+# A network card of 200 or 400 Gbit/s for each device, as in the DGX of these devices, and in the nodes of
+# H800 on which DeepSeek V3 was trained (arXiv 2505.09343).
+CARD_GBps = {"a100": 25.0, "h100": 50.0, "h200": 50.0, "h800": 50.0}
 OTHER_GBps = 25.0
 CPU_GBps = 20.0  # two channels of memory, in round figures
 SHARED_GBps = 1.0  # gloo between processes of one node, or over 10 Gbit/s, in round figures
