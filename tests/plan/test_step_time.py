@@ -16,11 +16,12 @@ from paceline.plan.cost_model.constants import CONSTANTS
 from paceline.plan.cost_model.cost import (
     FACILITY_OVERHEAD,
     USED_POWER,
+    TimeCost,
     compute_bill,
     list_slower_parts,
     training_days,
 )
-from paceline.plan.cost_model.framework_profiles import MEGATRON, PACELINE
+from paceline.plan.cost_model.framework_profiles import HAI_LLM, MEGATRON, NEMO, PACELINE, Recipe
 from paceline.plan.cost_model.optimizer_state import recipe_of_request
 from paceline.plan.cost_model.predict import add_input_and_save, predict
 from paceline.plan.cost_model.rates import device_rates
@@ -142,6 +143,21 @@ def test_unknown_device_family_is_reported_as_guess():
     assert found.time.extrapolated
     assert found.time.guesses == ("the share of its peak that abacus reaches is a guess",)
     assert not predict(load_model("gpt2"), parse("single"), make_cluster(1, 1), 8).time.extrapolated
+
+
+def test_models_and_systems_without_fitted_trainings_have_wider_bars() -> None:
+    def predict_time_of(model: str, recipe: Recipe) -> TimeCost:
+        return predict(load_model(model), parse("zero1,tp=8"), find("h100:8x8@50"), 64, recipe).time
+
+    hybrid = predict_time_of("nemotron-h-8b", NEMO)
+    assert hybrid.guesses == ("the kernels of the state-space layers of nemotron-h-8b are not fitted",)
+    assert hybrid.error > 1.5 * hybrid.error_of_plan
+    new = predict_time_of("llama3-8b", HAI_LLM)
+    assert new.guesses == ("no training by hai-llm is fitted",)
+    known = predict_time_of("llama3-8b", NEMO)
+    assert known.error == known.error_of_plan < new.error < hybrid.error
+    adapters = predict(load_model("nemotron-h-8b", lora_rank=16), parse("tp=8"), find("h100:8"), 8).time
+    assert adapters.extrapolated
 
 
 def test_extrapolated_predictions_have_wider_bars():

@@ -58,6 +58,7 @@ class Recipe:
     the ring: five float32 operations, or a fused kernel.
     dispatch, combine: bytes of an element that is sent to an expert, and back. deduplicates: a token is sent
     to a node once, whatever the number of its experts there.
+    is_fitted: the values were compared with published trainings.
     overlaps_data, overlaps_tensor, overlaps_experts: shares of these collectives that can overlap with
     computing.
     rails: a collective over several nodes uses the network devices of all its ranks at once (hierarchical),
@@ -109,6 +110,7 @@ class Recipe:
     dispatch: float = 2.0
     combine: float = 2.0
     deduplicates: bool = True
+    is_fitted: bool = True
     overlaps_experts: float = 0.0
     overlaps_data: bool = True
     overlaps_tensor: float = 0.0
@@ -293,6 +295,7 @@ HAI_LLM = replace(
     optimizer=4.0,
     dispatch=1.0 + 4 / 128,
     deduplicates=True,
+    is_fitted=False,
     overlaps_experts=0.8,
 )
 # MaxText and PaxML: XLA compiles the step; weights are sharded, and gathered for each layer

@@ -171,8 +171,8 @@ class BlockFacts:
     kernels: operations launched forward, besides `expert_kernels`, which are divided with the experts.
     operations: all but products and attention, views included, if counted.
     tensors: number of parameter tensors, if counted; largest: elements of the largest.
-    whole: under tensor parallelism, activations between split layers are whole on each rank. lives: if
-    traced.
+    whole: under tensor parallelism, activations between split layers are whole on each rank.
+    has_state_space: it has a Mamba layer. lives: if traced.
     """
 
     name: str
@@ -198,6 +198,7 @@ class BlockFacts:
     tensors: int = 0
     largest: int = 0
     whole: bool = False
+    has_state_space: bool = False
     lives: LiveBytes | None = None
 
     @property
@@ -287,6 +288,10 @@ class ModelFacts:
             if block.dispatched and product.active > 1
         }
         return gcd(*counts) if counts else 1
+
+    @cached_property
+    def has_state_space(self) -> bool:
+        return any(block.has_state_space for block, _ in self.runs)
 
     @property
     def frozen_params(self) -> float:

@@ -48,6 +48,7 @@ def join_parts(name: str, m: Transformer, *parts: BlockFacts) -> BlockFacts:
         sums=sum(part.sums for part in parts),
         kernels=sum(part.kernels for part in parts),
         expert_kernels=sum(part.expert_kernels for part in parts),
+        has_state_space=any(part.has_state_space for part in parts),
     )
 
 
@@ -159,6 +160,7 @@ def state_space_part(m: Transformer) -> BlockFacts:
         ),
         sums=1,
         kernels=30,
+        has_state_space=True,
     )
 
 
