@@ -40,6 +40,10 @@ NEVER_STARTS = re.compile(
 OF_A_JOB = re.compile("SLURM_(?!CONF)|SLURMD_|SBATCH_|SRUN_|PMI_|PMIX_|OMPI_|MASTER_|RANK$|WORLD_SIZE$")
 
 
+class SlurmUnavailable(LaunchError):
+    """A command of Slurm cannot be started, or does not answer."""
+
+
 @dataclass(frozen=True)
 class Status:
     """The state of a job, in the words of Slurm."""
@@ -103,13 +107,13 @@ def cancel_pending(job: str) -> None:
 
 
 def dry_run_script(script: str) -> str:
-    """Return what Slurm would do with a job script, without queueing it.
+    """Return what Slurm would do with a job script, without queueing it: when it would start the job.
 
     Raises LaunchError if Slurm would refuse it.
     """
-    return re.sub(
-        r"^sbatch: ", "", _run("sbatch", "--test-only", stdin=script).stderr.strip().splitlines()[-1]
-    )
+    lines = _run("sbatch", "--test-only", stdin=script).stderr.strip().splitlines()
+    answer = next((line for line in lines if " to start at " in line), lines[-1] if lines else "nothing")
+    return re.sub(r"^sbatch: ", "", answer)
 
 
 def status(job: str) -> Status | None:
@@ -202,11 +206,16 @@ def list_partitions() -> list[Partition]:
         if len(words := line.strip().split("|")) == 3  # a line of a cluster has its name alone
     ]
     nodes: dict[str, int] = {}
-    for name, _, count in lines:
-        nodes[name] = nodes.get(name, 0) + int(count)
-    limits = {
-        name: None if limit in ("infinite", "n/a") else parse_seconds(limit) for name, limit, _ in lines
-    }
+    limits: dict[str, int | None] = {}
+    for name, limit, count in lines:
+        try:
+            nodes[name] = nodes.get(name, 0) + int(count)
+            limits[name] = None if limit in ("infinite", "n/a") else parse_seconds(limit)
+        except (ValueError, LaunchError):
+            raise LaunchError(
+                f"sinfo: partition {name} has the time limit {limit!r} and {count!r} nodes, which cannot be "
+                "read; check the output of sinfo -o '%P|%l|%D'"
+            ) from None
     default_first = sorted(nodes, key=lambda name: not name.endswith("*"))
     return [Partition(name.removesuffix("*"), limits[name], nodes[name]) for name in default_first]
 
@@ -288,15 +297,25 @@ def _query(*words: str) -> str:
 def _run(
     *words: str, stdin: str = "", environ: Mapping[str, str] = os.environ
 ) -> "subprocess.CompletedProcess[str]":
-    environ = {**environ, "LC_ALL": "C"}
+    environ = {**environ, "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, timeout=ANSWER_S, env=environ, input=stdin
+            words,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=ANSWER_S,
+            env=environ,
+            input=stdin,
         )
     except (FileNotFoundError, NotADirectoryError):
-        raise LaunchError(f"there is no {words[0]} on PATH; use a machine with Slurm") from None
+        raise SlurmUnavailable(f"there is no {words[0]} on PATH; use a machine with Slurm") from None
+    except OSError as error:
+        raise SlurmUnavailable(f"{words[0]} cannot be started: {error.strerror}; check PATH") from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"Slurm did not answer {words[0]} within {ANSWER_S:.0f} s") from None
+        raise SlurmUnavailable(
+            f"Slurm did not answer {words[0]} within {ANSWER_S:.0f} s; try again later"
+        ) from None
     if done.returncode:
         lines = [
             re.sub(rf"^({words[0]}|slurm_\w+)?:? ?(error: )?", "", line)

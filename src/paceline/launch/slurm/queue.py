@@ -71,13 +71,24 @@ def _estimate(point: ScalingPoint, site: Site, limit_s: int | None) -> QueueEsti
     wait_s, refused = None, ""
     try:
         answer = client.dry_run_script(render(build_job(launch, site, Path("scale"), time), site))
-        if (match := STARTS.search(answer)) is None:
-            refused = f"Slurm answers without a time: {answer}"
-        else:
-            wait_s = max(0.0, (datetime.fromisoformat(match[1]) - datetime.now()).total_seconds())
+        wait_s = _read_wait_s(answer)
+        refused = f"it answers without a time: {answer}" if wait_s is None else ""
+    except client.SlurmUnavailable:
+        raise
     except LaunchError as error:
         refused = str(error)
     return QueueEstimate(point.ranks, point.nodes, run_s, jobs, wait_s, point.bill.price, refused)
+
+
+def _read_wait_s(answer: str) -> float | None:
+    """Return the seconds until the time in an answer of sbatch; None without a time."""
+    if (match := STARTS.search(answer)) is None:
+        return None
+    try:
+        start = datetime.fromisoformat(match[1])
+    except ValueError:
+        return None
+    return max(0.0, (start - datetime.now()).total_seconds())
 
 
 def build_queue_parts(found: list[QueueEstimate]) -> list[Table | str]:
