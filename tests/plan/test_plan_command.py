@@ -1,6 +1,7 @@
 """paceline plan on the real command line."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -70,9 +71,11 @@ def test_estimate_on_the_back_of_an_envelope(tmp_path: Path) -> None:
     words = ("plan", "--model", "gpt3", "--achieved", "28", "--tokens", "300e9")
     found = succeed(*words, "--instance", "NC6s_v3:3y", at=tmp_path).out
     assert "355 years of one device" in found
-    assert "355 × 365 × 24 h × 0.9792 = 3,045,116" in found
+    assert "355 × 365 × 24 h × 0.9792 USD = 3,045,116 USD" in found
     words = ("plan", "--model", "gpt3", "--achieved", "100", "--tokens", "15e9", "--instance", "NC6s_v3:3y")
-    assert "4.98 × 365 × 24 h × 0.9792 = 42,717" in succeed(*words, at=tmp_path).out  # not that of 4 years
+    assert (
+        "4.98 × 365 × 24 h × 0.9792 USD = 42,717 USD" in succeed(*words, at=tmp_path).out
+    )  # not that of 4 years
     done = paceline("plan", "--model", "gpt3", "--achieved", "126", *words[5:], at=tmp_path)
     assert done.status == 2
     assert "--achieved 126 is more than the peak of NVIDIA V100 PCIe 16 GB, " in done.err
@@ -89,6 +92,31 @@ def test_an_instance_determines_price_and_devices(tmp_path: Path) -> None:
     ):
         done = paceline(*words, "--instance", instance, at=tmp_path)
         assert (done.status, sentence in done.err) == (2, True)
+
+
+def test_every_price_has_its_currency(tmp_path: Path) -> None:
+    words = ("--model", "gpt2", "--batch", "64", "--tokens", "1e10", "--price", "2")
+    euros = succeed(
+        "plan", *words, "--cluster", "h100:8", "--currency", "EUR", "--json", "a.json", at=tmp_path
+    )
+    assert re.search(r"kWh +EUR\b", euros.out)
+    assert "USD" not in euros.out
+    assert json.loads((tmp_path / "a.json").read_text())["plans"][0]["bill"]["currency"] == "EUR"
+    several = succeed("plan", *words, "--cluster", "h100:8", "--cluster", "a100-80g:8", at=tmp_path)
+    assert re.search(r"kWh +USD\b", several.out)
+    scaled = succeed("scale", *words, "--cluster", "h100:8", "--ranks", "1,2", at=tmp_path)
+    assert len(re.findall(r"kWh +USD\b", scaled.out)) == 2
+    assert re.search(r"at a price of [\d.]+ USD", scaled.out)
+    for option, says in (
+        (
+            ("--currency", "EUR", "--instance", "NC6s_v3"),
+            "NC6s_v3 is priced in USD, not in EUR; leave --currency out",
+        ),
+        (("--currency", "1 €"), "--currency must be a name such as EUR, got '1 €'"),
+    ):
+        done = paceline("plan", *words[:6], *option, at=tmp_path)
+        assert done.status == 2
+        assert says in done.err
 
 
 def test_price_of_requested_plan(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def describe_choices(best: Mapping[str, Choice], measured: Sequence[int]) -> lis
         if choice.bill.kWh is not None:
             amounts.append(f"{choice.bill.kWh:.3g} kWh")
         if choice.bill.price is not None:
-            amounts.append(f"price {choice.bill.price:.4g}")
+            amounts.append(f"price {choice.bill.price:.4g} {choice.bill.currency}")
         extrapolated = ", extrapolated" if choice.batch not in measured else ""
         lines.append(
             f"least {name}: batch {choice.batch:,}{extrapolated}, {several(choice.ranks, 'rank')}, "

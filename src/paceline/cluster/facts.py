@@ -241,7 +241,7 @@ class Cluster(Value):
     device                 the Device
     cores_per_node         CPU cores of a node that may be used
     host_memory_bytes      memory of a node that may be used
-    price_per_device_hour  price in any currency
+    price_per_device_hour  price in any currency; plan and scale name it by --currency
     links                  times of collectives
     rates                  rates of single operations
     paces                  times of small operations on a CPU

@@ -12,13 +12,14 @@ ON_DEMAND = "on demand"
 
 
 class Instance(NamedTuple):
-    """A cloud instance under some terms. price_per_hour: of the whole instance."""
+    """A cloud instance under some terms. price_per_hour: of the whole instance, in `currency`."""
 
     name: str
     terms: str
     device: str
     devices: int
     price_per_hour: float
+    currency: str
 
     @property
     def price_per_device_hour(self) -> float:
@@ -39,7 +40,7 @@ def find_instance(text: str) -> Instance:
     wanted = terms or ON_DEMAND
     if wanted not in row["terms"]:
         raise SpecError(f"{found} has no terms {wanted!r}; choose one of {', '.join(row['terms'])}")
-    return Instance(found, wanted, row["device"], row["devices"], row["terms"][wanted])
+    return Instance(found, wanted, row["device"], row["devices"], row["terms"][wanted], row["currency"])
 
 
 @cache

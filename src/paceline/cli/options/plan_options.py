@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from typer import Argument, Option
 
 from paceline.errors import SpecError
+from paceline.plan.cost_model.cost import CURRENCY
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from paceline.plan.model.facts import ModelFacts
     from paceline.spec import Spec
     from paceline.task import Task
+
+LONGEST_CURRENCY = 8  # characters
 
 Target = Annotated[str | None, Argument(help="Task, as for train; or give --model")]
 Model = Annotated[
@@ -66,7 +69,14 @@ Tokens = Annotated[
     float | None,
     Option(help="Length of the training in tokens, or in samples if they are not sequences."),
 ]
-Price = Annotated[float | None, Option(help="Price of a device per hour.")]
+Price = Annotated[float | None, Option(help=f"Price of a device per hour, in {CURRENCY} or --currency.")]
+Currency = Annotated[
+    str | None,
+    Option(
+        metavar="NAME",
+        help=f"Currency of --price, or of the price in cluster.json, such as EUR [default: {CURRENCY}]",
+    ),
+]
 InstanceName = Annotated[
     str | None,
     Option(
@@ -231,31 +241,47 @@ def _find_recipe(system: str | None, precision: str | None) -> "Recipe | None":
 
 
 class Priced(NamedTuple):
-    """A cluster to plan for, as the options name it, and the price of a device's hour. instance: its name."""
+    """A cluster to plan for, as the options name it, and the price of a device's hour in a currency.
+
+    instance: its name.
+    """
 
     cluster: str | None
     price: float | None
+    currency: str
     instance: str | None = None
 
 
 def read_prices(
-    instances: Sequence[str], clusters: Sequence[str], price: float | None, ranks: int | None = None
+    instances: Sequence[str],
+    clusters: Sequence[str],
+    price: float | None,
+    ranks: int | None = None,
+    currency: str | None = None,
 ) -> list[Priced]:
     """Return the clusters with their prices; one instance determines the price of the one cluster.
 
     Raises SpecError.
     """
     if len(instances) > 1 or len(clusters) > 1:
-        named = [read_price(None, cluster, price, ranks) for cluster in clusters]
-        return named + [read_price(instance, None, price, ranks) for instance in instances]
+        named = [read_price(None, cluster, price, ranks, currency) for cluster in clusters]
+        return named + [read_price(instance, None, price, ranks, currency) for instance in instances]
     instance, cluster = (next(iter(names), None) for names in (instances, clusters))
-    return [read_price(instance, cluster, price, ranks)]
+    return [read_price(instance, cluster, price, ranks, currency)]
 
 
-def read_price(instance: str | None, cluster: str | None, price: float | None, ranks: int | None) -> Priced:
+def read_price(
+    instance: str | None,
+    cluster: str | None,
+    price: float | None,
+    ranks: int | None,
+    currency: str | None = None,
+) -> Priced:
     """Return the cluster with its price, which an instance may determine. Raises SpecError."""
+    if currency is not None and not (currency.isalpha() and len(currency) <= LONGEST_CURRENCY):
+        raise SpecError(f"--currency must be a name such as EUR, got {currency!r}")
     if instance is None:
-        return Priced(cluster, price)
+        return Priced(cluster, price, currency or CURRENCY)
     if price is not None:
         raise SpecError(f"got both --price {price:g} and --instance {instance}; give only one of them")
     from paceline.plan.prices import find_instance
@@ -264,7 +290,9 @@ def read_price(instance: str | None, cluster: str | None, price: float | None, r
     if cluster is None:
         nodes = -(-(ranks or found.devices) // found.devices)
         cluster = f"{found.device}:{found.devices}x{nodes}"
-    return Priced(cluster, found.price_per_device_hour, f"{found.name}:{found.terms}")
+    if currency not in (None, found.currency):
+        raise SpecError(f"{instance} is priced in {found.currency}, not in {currency}; leave --currency out")
+    return Priced(cluster, found.price_per_device_hour, found.currency, f"{found.name}:{found.terms}")
 
 
 def check_outputs(json: Path | None, plot: Path | None) -> None:

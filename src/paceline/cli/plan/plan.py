@@ -10,6 +10,7 @@ from paceline.cli.options.plan_options import (
     Clusters,
     Co2,
     ComputeOptimal,
+    Currency,
     Instances,
     InterruptedEvery,
     Lora,
@@ -31,7 +32,7 @@ from paceline.errors import SpecError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from paceline.cli.options.plan_options import PlanQuery
+    from paceline.cli.options.plan_options import PlanQuery, Priced
     from paceline.plan.search.best_plans import BestPlans
     from paceline.plan.search.constraints import Constraint
     from paceline.short_runs.best_plans import MeasuredPlans
@@ -68,6 +69,7 @@ def plan(
     peak: Peak = None,
     tokens: Tokens = None,
     price: Price = None,
+    currency: Currency = None,
     instance: Instances = None,
     interrupted_every: InterruptedEvery = None,
     save_time: SaveTime = None,
@@ -141,7 +143,7 @@ def plan(
             raise SpecError(f"{option} requires the length of the training; add --tokens")
     if save_time is not None and interrupted_every is None:
         raise SpecError("--save-time requires --interrupted-every")
-    machines = read_prices(instance or [], cluster or [], price, ranks)
+    machines = read_prices(instance or [], cluster or [], price, ranks, currency)
     if len(machines) > 1:
         _refuse(
             f"{len(machines)} machines are compared",
@@ -167,7 +169,7 @@ def plan(
         _check_rate(achieved, machines[0].cluster)
         query = read_query(target, model, batch or 1, seq, precision, set, lora=lora)
         notes = _compare_allocation(query, tokens) if compute_optimal else []
-        print_parts(*_estimate(query, achieved, tokens, ranks, machines[0].price), *notes)
+        print_parts(*_estimate(query, achieved, tokens, ranks, machines[0]), *notes)
         return
 
     from dataclasses import replace
@@ -188,7 +190,7 @@ def plan(
     measured_on = clusters[0] if measure_compute else None
     query = read_query(target, model, batch, seq, precision, set, measured_on, lora, system)
     results = []
-    for (_, device_price, label), machine in zip(machines, clusters, strict=True):
+    for (_, device_price, unit, label), machine in zip(machines, clusters, strict=True):
         if label is not None and len(machines) > 1:
             machine = machine.model_copy(update={"name": label})
         found = find_best_plans(
@@ -215,7 +217,7 @@ def plan(
             interruptions = Interruptions(
                 3600 * interrupted_every, save_time or guess_save_s(query.facts.params, machine.nodes)
             )
-        results.append(replace(found, co2_g_per_kWh=co2, interruptions=interruptions))
+        results.append(replace(found, co2_g_per_kWh=co2, interruptions=interruptions, currency=unit))
     notes = _compare_allocation(query, tokens) if compute_optimal else []
     _show(results, top, target, explain, json, plot, measured)
     print_parts(*notes)
@@ -311,14 +313,14 @@ def _check_rate(achieved: float, cluster: str | None) -> None:
 
 
 def _estimate(
-    query: "PlanQuery", achieved: float, tokens: float | None, ranks: int | None, price: float | None
+    query: "PlanQuery", achieved: float, tokens: float | None, ranks: int | None, priced: "Priced"
 ) -> list[str]:
     """Return a training on the back of an envelope, as lines."""
     from paceline.plan.cost_model.cost import estimate_training
 
     assert tokens is not None
     params, frozen = query.facts.active_params, query.facts.frozen_params
-    found = estimate_training(params, tokens, achieved * 1e12, price, frozen)
+    found = estimate_training(params, tokens, achieved * 1e12, priced.price, frozen)
     years = found.device_years
     billed = f"{found.billed_years:,.{0 if years >= 100 else 2}f}"
     duration = f"{billed} years" if years >= 1 else f"{365 * years:,.2f} days"
@@ -334,7 +336,7 @@ def _estimate(
         lines.append(f"on {ranks:,} devices: {365 * years / ranks:,.2f} days")
     if found.price is not None:
         term = f"{billed} × 365 × 24 h" if years >= 1 else f"{8760 * years:,.2f} h"
-        lines.append(f"{term} × {price:g} = {found.price:,.0f}")
+        lines.append(f"{term} × {priced.price:g} {priced.currency} = {found.price:,.0f} {priced.currency}")
     return lines
 
 

@@ -8,6 +8,7 @@ from typer import Option
 from paceline.cli.options.plan_options import (
     Batch,
     ClusterName,
+    Currency,
     InstanceName,
     Lora,
     Model,
@@ -85,6 +86,7 @@ def scale(
         int | None, Option(help="Length of the training of a task in steps, instead of --epochs.")
     ] = None,
     price: Price = None,
+    currency: Currency = None,
     instance: InstanceName = None,
     queue: Annotated[
         bool | None,
@@ -146,7 +148,7 @@ def scale(
             return
     if target is None and (epochs or steps):
         raise SpecError("--epochs and --steps require a task, got --model; use --tokens")
-    cluster, price, _ = read_price(instance, cluster, price, max(counts))
+    cluster, price, unit, _ = read_price(instance, cluster, price, max(counts), currency)
     query = read_query(target, model, batch, seq, precision, set, lora=lora, system=system)
     if target is not None and tokens is None:
         tokens = _count_tokens(target, query.batch, epochs, steps, set or [], query.facts)
@@ -164,6 +166,7 @@ def scale(
         tokens,
         price,
         _make_filter(query.spec, query.task) if query.spec is not None and query.task is not None else None,
+        unit,
     )
     estimates = _ask_queue(result.strong.points, queue, is_here=cluster is None)
     if json is not None:

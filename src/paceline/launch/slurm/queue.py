@@ -38,6 +38,7 @@ class QueueEstimate:
     jobs: int
     wait_s: float | None
     price: float | None
+    currency: str
     refused: str = ""
 
     @property
@@ -77,7 +78,9 @@ def _estimate(point: ScalingPoint, site: Site, limit_s: int | None) -> QueueEsti
         raise
     except LaunchError as error:
         refused = str(error)
-    return QueueEstimate(point.ranks, point.nodes, run_s, jobs, wait_s, point.bill.price, refused)
+    return QueueEstimate(
+        point.ranks, point.nodes, run_s, jobs, wait_s, point.bill.price, point.bill.currency, refused
+    )
 
 
 def _read_wait_s(answer: str) -> float | None:
@@ -96,7 +99,15 @@ def build_queue_parts(found: list[QueueEstimate]) -> list[Table | str]:
     possible = [each for each in found if each.wait_s is not None]
     has_price = any(each.price is not None for each in possible)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("ranks", "nodes", "waits", "runs", "jobs", "finished in", *(["price"] if has_price else [])):
+    for name in (
+        "ranks",
+        "nodes",
+        "waits",
+        "runs",
+        "jobs",
+        "finished in",
+        *([found[0].currency] if has_price else []),
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for each in possible:
         price = format_amount(each.price) if each.price is not None else ""

@@ -145,15 +145,22 @@ def _combined_error(parts: tuple[CostPart, ...], total: float) -> float:
     return sqrt(sum((part.value * part.error) ** 2 for part in parts)) / total if total else 0.0
 
 
+CURRENCY = "USD"  # of prices, unless another is given
+
+
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """Time, energy and price of a whole training. co2_kg: emitted for the energy, if that is known."""
+    """Time, energy and price of a whole training.
+
+    co2_kg: emitted for the energy, if that is known. currency: of the price.
+    """
 
     seconds: float
     device_hours: float
     kWh: float | None
     price: float | None
     co2_kg: float | None = None
+    currency: str = CURRENCY
 
     @property
     def days(self) -> float:
@@ -174,6 +181,7 @@ def compute_bill(
     price_per_hour: float | None = None,
     facility: float = FACILITY_OVERHEAD,
     co2_g_per_kWh: float | None = None,
+    currency: str = CURRENCY,
 ) -> Bill:
     """Return the bill of `steps` steps on `devices` devices. `facility`: power usage effectiveness."""
     seconds = step_s * steps
@@ -181,7 +189,7 @@ def compute_bill(
     kWh = hours * power_W * USED_POWER * facility / 1000 if power_W is not None else None
     price = hours * price_per_hour if price_per_hour is not None else None
     co2_kg = kWh * co2_g_per_kWh / 1000 if kWh is not None and co2_g_per_kWh is not None else None
-    return Bill(seconds, hours, kWh, price, co2_kg)
+    return Bill(seconds, hours, kWh, price, co2_kg, currency)
 
 
 def training_days(tokens: float, params: float, devices: int, flops_per_s: float) -> float:

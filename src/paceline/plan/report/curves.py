@@ -141,7 +141,9 @@ def _draw_costs(axes: "Axes", scaling: Scaling) -> None:
                 colour == STRONG,
                 labels,
             )
-    quantity = "price" if has_price else "device-hours" if is_whole_training else "device-seconds"
+    quantity = "device-hours" if is_whole_training else "device-seconds"
+    if has_price and points[0].bill is not None:
+        quantity = f"price ({points[0].bill.currency})"
     axes.set(
         xlabel=f"{unit} of {'the training' if is_whole_training else 'a step'}",
         ylabel=quantity,

@@ -98,17 +98,23 @@ def _bills(results: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
 
 
 def _bill_names(results: BestPlans) -> list[str]:
-    return ["kWh", "price", *(["kg CO₂"] if results.co2_g_per_kWh is not None else [])]
+    return ["kWh", results.currency, *(["kg CO₂"] if results.co2_g_per_kWh is not None else [])]
 
 
 def _format_bill(results: BestPlans, cost: Cost, names: Sequence[str]) -> list[str]:
     """Return these quantities of the whole training, empty where they are unknown."""
     bill = results.bill(cost)
     assert bill is not None
-    values = {"device-hours": bill.device_hours, "kWh": bill.kWh, "price": bill.price, "kg CO₂": bill.co2_kg}
-    cells = {name: "" if value is None else f"{value:,.0f}" for name, value in values.items()}
-    cells["days"] = f"{bill.days:,.1f}"
+    values = {"days": bill.days, "device-hours": bill.device_hours, "kWh": bill.kWh, "kg CO₂": bill.co2_kg}
+    cells = {name: "" if value is None else _format_large(value) for name, value in values.items()}
+    price = "" if bill.price is None else _format_large(bill.price)
+    cells |= {bill.currency: price, "price": f"{price} {bill.currency}" if price else ""}
     return [cells[name] for name in names]
+
+
+def _format_large(value: float) -> str:
+    """Return an amount that may be large, whole from 100 on, else with three digits."""
+    return f"{value:,.0f}" if value >= 100 or value == 0 else "<0.001" if value < 1e-3 else f"{value:.3g}"
 
 
 def _fits(cost: Cost) -> str:
@@ -122,7 +128,7 @@ def list_notes(results: BestPlans) -> list[str]:
         parts = Counter(entry.largest for entry in results.rejected).most_common()
         nearest = results.rejected[0]
         lines.append(
-            f"{len(results.pool):,} plans fit; {len(results.rejected):,} do not, mostly because of "
+            f"{several(len(results.pool), 'plan')} fit; {len(results.rejected):,} do not, mostly because of "
             + ", ".join(f"{name} ({count:,})" for name, count in parts)
             + f"; the closest, {nearest.plan}, {nearest.reason}; a tenth of the device memory stays free"
         )
@@ -166,6 +172,8 @@ def compare_clusters(results: Sequence[BestPlans]) -> PlanTable:
     rate = "tokens/s" if results[0].facts.tokens > 1 else "samples/s"
     names = ["step", "±", rate, "memory"]
     billed = ["days", *_bill_names(results[0])] if results[0].tokens is not None else []
+    if len({result.currency for result in results}) > 1:
+        billed = ["price" if name == results[0].currency else name for name in billed]
     rows = []
     for result in results:
         plan, cost = result.plans[0]

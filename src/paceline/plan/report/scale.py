@@ -58,11 +58,9 @@ def _curve_table(scaling: Scaling, curve: Curve) -> Table:
     names = ["ranks", "step", "±", rate, "efficiency"]
     if scaling.tokens is not None:
         names += ["time", "device\nhours"]
-        names += [
-            name
-            for name in ("kWh", "price")
-            if any(getattr(point.bill, name) is not None for point in curve.points)
-        ]
+        bills = [point.bill for point in curve.points if point.bill is not None]
+        names += ["kWh"] if any(bill.kWh is not None for bill in bills) else []
+        names += [bills[0].currency] if any(bill.price is not None for bill in bills) else []
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -71,7 +69,7 @@ def _curve_table(scaling: Scaling, curve: Curve) -> Table:
         cells = [f"{point.ranks:,}", format_seconds(cost.step_s), f"{cost.time.error:.0%}"]
         cells += [format_count(cost.time.tokens_per_s), f"{point.efficiency:.0%}"]
         if bill is not None:
-            optional = {"kWh": bill.kWh, "price": bill.price}
+            optional = {"kWh": bill.kWh, bill.currency: bill.price}
             cells += [format_duration(bill.seconds), format_amount(bill.device_hours)]
             cells += [format_amount(optional[name] or 0.0) for name in names if name in optional]
         table.add_row(*cells)
@@ -202,7 +200,7 @@ def _describe_duration(point: ScalingPoint) -> str:
     bill = point.bill
     if bill is None:
         return f"a step takes {format_seconds(point.cost.step_s)}"
-    price = f", at a price of {format_amount(bill.price)}" if bill.price is not None else ""
+    price = f", at a price of {format_amount(bill.price)} {bill.currency}" if bill.price is not None else ""
     return (
         f"the training takes {format_duration(bill.seconds)} and"
         f" {format_amount(bill.device_hours)} device-hours{price}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from paceline.cluster.facts import Cluster
 from paceline.errors import PlanError
-from paceline.plan.cost_model.cost import Bill, Cost, compute_bill
+from paceline.plan.cost_model.cost import CURRENCY, Bill, Cost, compute_bill
 from paceline.plan.cost_model.defaults import add_assumptions
 from paceline.plan.cost_model.framework_profiles import Recipe
 from paceline.plan.cost_model.interruptions import Interruptions
@@ -22,7 +22,8 @@ class BestPlans:
 
     plans: fastest first; or only the requested plan, and then `others` are the plans to compare it with.
     rejected: plans that do not fit, leanest first. assumed: sentences. tokens: of the whole training. price:
-    of a device's hour. co2_g_per_kWh: emitted for a kWh. interruptions: that the bill includes.
+    of a device's hour, in `currency`. co2_g_per_kWh: emitted for a kWh. interruptions: that the bill
+    includes.
     """
 
     facts: ModelFacts
@@ -37,6 +38,7 @@ class BestPlans:
     others: list[tuple[Plan, Cost]] | None = None
     co2_g_per_kWh: float | None = None
     interruptions: Interruptions | None = None
+    currency: str = CURRENCY
 
     @property
     def pool(self) -> list[tuple[Plan, Cost]]:
@@ -53,6 +55,7 @@ class BestPlans:
             self.price,
             self.co2_g_per_kWh,
             self.interruptions.slowdown if self.interruptions else 1.0,
+            self.currency,
         )
 
 
@@ -64,6 +67,7 @@ def bill_training(
     price: float | None,
     co2_g_per_kWh: float | None = None,
     slowdown: float = 1.0,
+    currency: str = CURRENCY,
 ) -> Bill | None:
     """Return the bill of a training of `tokens` tokens, or None if they are not specified.
 
@@ -81,6 +85,7 @@ def bill_training(
         power.value if power else None,
         paid,
         co2_g_per_kWh=co2_g_per_kWh,
+        currency=currency,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from paceline.cluster.facts import Cluster
 from paceline.errors import PlanError
-from paceline.plan.cost_model.cost import Bill, Cost, CostPart
+from paceline.plan.cost_model.cost import CURRENCY, Bill, Cost, CostPart
 from paceline.plan.cost_model.defaults import add_assumptions
 from paceline.plan.cost_model.framework_profiles import Recipe
 from paceline.plan.cost_model.predict import default_recipe
@@ -95,10 +95,11 @@ def predict_scaling(
     tokens: float | None = None,
     price: float | None = None,
     trainable: TrainableFilter | None = None,
+    currency: str = CURRENCY,
 ) -> Scaling:
     """Return the fastest plan for each number of ranks, on as many nodes as necessary.
 
-    trainable: yields those of some plans that can train the task [default: all].
+    trainable: yields those of some plans that can train the task [default: all]. currency: of the price.
     Raises PlanError if no plan fits on any of `counts`.
     """
     most = max(-(-count // cluster.ranks_per_node) for count in counts)
@@ -110,7 +111,7 @@ def predict_scaling(
             f"identical",
             *assumed,
         )
-    inputs = _ScalingInputs(facts, whole, recipe, tokens, price, {}, trainable)
+    inputs = _ScalingInputs(facts, whole, recipe, tokens, price, {}, trainable, currency)
 
     def curve(batches: dict[int, Fraction]) -> Curve:
         results = [_scaling_point(inputs, count, samples) for count, samples in batches.items()]
@@ -151,6 +152,7 @@ class _ScalingInputs(NamedTuple):
     price: float | None
     known: dict[int, DeviceRates]
     trainable: TrainableFilter | None
+    currency: str
 
 
 def _scaling_point(inputs: _ScalingInputs, ranks: int, samples: Fraction) -> ScalingPoint | InfeasibleCount:
@@ -177,9 +179,8 @@ def _scaling_point(inputs: _ScalingInputs, ranks: int, samples: Fraction) -> Sca
         if found is None:
             return InfeasibleCount(ranks, "samples", "train refuses all plans that fit")
     if found is not None:
-        return ScalingPoint(
-            ranks, nodes, batch, *found, bill_training(cluster, found[1], ranks, inputs.tokens, inputs.price)
-        )
+        bill = bill_training(cluster, found[1], ranks, inputs.tokens, inputs.price, currency=inputs.currency)
+        return ScalingPoint(ranks, nodes, batch, *found, bill)
     best = find_leanest(inputs.facts, rates, ranks, batch, MARGIN, recipe)
     if best is None:
         return InfeasibleCount(ranks, "samples", f"a batch of {batch:,} cannot be split over {ranks:,} ranks")
