@@ -43,11 +43,24 @@ class Net(nn.Module):
         return self.head(x_BTC)
 
 
+class Phase(nn.Module):
+    """A model beside a complex and a real scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(has_complex=False)
+        self.phase, self.gain = nn.Parameter(torch.tensor(0.7 + 0.3j)), nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens) * self.phase.real * self.gain + self.phase.imag * torch.arange(11)
+
+
 class Odd(Task):
     has_complex: bool = False
+    has_phase: bool = False
 
     def model(self) -> nn.Module:
-        return Net(self.has_complex)
+        return Phase() if self.has_phase else Net(self.has_complex)
 
     def dataset(self, split: str) -> Rows | None:
         return Rows(tokens=random_integers(11, SAMPLES, 9)) if split == "train" else None
@@ -115,6 +128,39 @@ def test_shards_of_real_and_complex_parameters_are_refused(plan: str) -> None:
     with pytest.raises(PlanError, match="float32 and spectrum with complex64; use ddp or zero1"):
         validate_plan(spec, resolved, Odd(has_complex=True))
     validate_plan(spec, ResolvedPlan(dp=4, zero=1), Odd(has_complex=True))
+
+
+def train_with_phase(plan: str) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name in ("sgd", "lamb"):
+        spec = Spec(
+            steps=5, batch=12, seed=3, precision="fp64", optimizer=Optimizer(name=name, lr=0.01, clip=0.5)
+        )
+        found[name] = train_on_this_rank(Odd(has_phase=True), spec, plan).weights
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("size", "plan"),
+    [
+        (2, "zero3"),
+        pytest.param(3, "zero2", marks=pytest.mark.slow),
+        pytest.param(2, "tp=2", marks=pytest.mark.slow),
+        pytest.param(2, "pp=2,microbatches=2", marks=pytest.mark.slow),
+        pytest.param(4, "hsdp", marks=pytest.mark.slow),
+        pytest.param(4, "dp=2,tp=2,zero=3", marks=pytest.mark.slow),
+    ],
+)
+def test_complex_scalars(size: int, plan: str) -> None:
+    [expected] = ranks(1)(train_with_phase, "single")
+    assert expected["sgd"]["phase"].imag != pytest.approx(0.3, abs=1e-3)  # it is trained
+    on_ranks = ranks(size)(train_with_phase, plan)
+    for name, of_one in expected.items():
+        weights: dict[str, Any] = {}
+        for of_rank in on_ranks:
+            weights |= of_rank[name]
+        assert max(relative_difference(weights[key], of_one[key]) for key in of_one) <= 1e-10
 
 
 def test_frozen_parameters_and_groups() -> None:

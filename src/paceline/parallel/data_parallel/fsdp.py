@@ -137,20 +137,20 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 def average_scalars_(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
     """Average the gradients of scalars over the data ranks, as `fully_shard` does for sharded parameters.
 
-    A gradient stays None if it is None on all ranks.
+    Scalars may be complex. A gradient stays None if it is None on all ranks.
     """
-    grads = [parameter.grad for parameter in params]
-    sums = torch.tensor(
-        [[0.0, float(grad is not None)] for grad in grads], dtype=torch.float64, device=params[0].device
-    )
-    for row, grad in zip(sums, grads, strict=True):
-        if grad is not None:
-            row[0] = grad
+    # A row for each: real part, imaginary part, and whether the rank has a gradient.
+    sums = torch.zeros(len(params), 3, dtype=torch.float64, device=params[0].device)
+    for row, parameter in zip(sums, params, strict=True):
+        if parameter.grad is not None:
+            row[:2] = torch.view_as_real(parameter.grad.to(torch.complex128))
+            row[2] = 1.0
     for axis in range(mesh.ndim):
         dist.all_reduce(sums, group=mesh.get_group(axis))
-    for (total, holders), parameter in zip(sums, params, strict=True):
-        if parameter.grad is not None or holders:
-            parameter.grad = (total / mesh.size()).to(parameter.dtype)
+    for (real, imaginary, holders), parameter in zip(sums / mesh.size(), params, strict=True):
+        if holders:
+            mean = torch.complex(real, imaginary) if parameter.is_complex() else real
+            parameter.grad = mean.to(parameter.dtype)
 
 
 @torch.no_grad()
@@ -163,7 +163,7 @@ def average_whole_(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
     for axis in range(mesh.ndim):
         dist.all_reduce(held, group=mesh.get_group(axis))
     used = [parameter for parameter, holders in zip(params, held.tolist(), strict=True) if holders]
-    for dtype in {parameter.dtype for parameter in used}:
+    for dtype in dict.fromkeys(parameter.dtype for parameter in used):  # in one order on all ranks
         same = [parameter for parameter in used if parameter.dtype == dtype]
         flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in same])
         for axis in range(mesh.ndim):

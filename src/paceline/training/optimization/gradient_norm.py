@@ -82,5 +82,6 @@ def combine_norms(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 def scale_(params: Iterable[nn.Parameter], by: Tensor | float) -> None:
     """Multiply the gradients of `params` by a number."""
     grads = local_gradients(params)
-    if grads:
-        torch._foreach_mul_(grads, by.to(grads[0].dtype) if isinstance(by, Tensor) else by)
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        same = [grad for grad in grads if grad.dtype == dtype]
+        torch._foreach_mul_(same, by.to(dtype.to_real()) if isinstance(by, Tensor) else by)
