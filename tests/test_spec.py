@@ -311,8 +311,71 @@ def test_malformed_overrides_are_refused(item):
         ),
         ("[optimizer]\nbetas = [0.9, 1.5]", "optimizer.betas.1 must be less than 1, got 1.5"),
         (
+            "[optimizer]\nbetas = 0.9",
+            "optimizer.betas must be a list of 2 numbers, such as [0.9,0.999], got 0.9",
+        ),
+        (
+            "[optimizer]\nbetas = [0.9]",
+            "optimizer.betas must be a list of 2 numbers, such as [0.9,0.999], got [0.9]",
+        ),
+        (
+            "[optimizer]\nname = 'muon'\nns_coefficients = [3.4, 'x', 2.0]",
+            "optimizer.ns_coefficients must be a list of 3 numbers, such as [3.4445,-4.775,2.0315], got "
+            "[3.4, 'x', 2.0]",
+        ),
+        (
+            "[optimizer]\nname = 'rprop'\netas = [0.5, 0.9]",
+            "optimizer.etas must be a factor between 0 and 1 and one above 1, such as [0.5,1.2], got "
+            "[0.5,0.9]",
+        ),
+        (
+            "[optimizer]\nname = 'rprop'\nstep_sizes = [50.0, 1e-6]",
+            "optimizer.step_sizes must be the smallest step, above 0, and the largest, such as [1e-06,50], "
+            "got [50,1e-06]",
+        ),
+        (
+            "[optimizer]\nname = 'rprop'\nstep_sizes = [1.0, 1e300]",
+            "optimizer.step_sizes must be at most 3.4e+38, the largest number of float32, got (1.0, 1e+300)",
+        ),
+        (
+            "[optimizer]\nweight_decay = 1e300",
+            "optimizer.weight_decay must be at most 3.4e+38, the largest number of float32, got 1e+300",
+        ),
+        ("[optimizer]\nname = ['adamw']", "unknown optimizer ['adamw']; did you mean adamw?"),
+        (
+            "[optimizer]\nweight_decay = 0.1\nno_decay = ' , '",
+            "optimizer.no_decay=' , ' names no parameter; write norm, bias, embedding or patterns of names, "
+            "separated by commas, or leave it out",
+        ),
+        (
+            "[optimizer.groups]",
+            "optimizer.groups is empty; give it a pattern with options, such as {'head.*'={lr=0.01}}, or "
+            "leave it out",
+        ),
+        (
+            "[optimizer.groups]\n'' = {lr = 0.1}",
+            "optimizer.groups has the pattern '', which names no parameter; write norm, bias, embedding or "
+            "patterns of names, separated by commas",
+        ),
+        (
+            "[optimizer]\nname = 'sgd'\nnesterov = true\ndampening = 0.5",
+            "optimizer.nesterov requires no dampening, got optimizer.dampening=0.5; leave one out",
+        ),
+        (
+            "[schedule]\nname = 'onecycle'",
+            "schedule.name must be 'constant', 'cosine', 'linear', 'step', 'polynomial', 'cosine-restarts', "
+            "'milestones', 'one-cycle', 'wsd', 'inverse-sqrt', 'plateau' or 'task', got 'onecycle'; did you "
+            "mean one-cycle?",
+        ),
+        (
+            "[schedule]\nname = 'milestones'\nmilestones = '5 epochs'",
+            'schedule.milestones must be a list, such as ["30 epochs","60 epochs"], got \'5 epochs\'',
+        ),
+        ("[schedule]\nlength = '0.0 epochs'", "schedule.length must be longer than 0, got '0.0 epochs'"),
+        (
             "[optimizer]\nname = 'sgd'\nnesterov = true\nmomentum = 0.0",
-            "nesterov requires momentum above 0, got momentum=0.0",
+            "optimizer.nesterov requires momentum above 0, got optimizer.momentum=0; set "
+            "optimizer.nesterov=false",
         ),
         (
             '[schedule]\nname = "step"',

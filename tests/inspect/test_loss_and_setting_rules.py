@@ -162,6 +162,9 @@ def test_options_without_effect() -> None:
     cases = {
         "--tf32": Spec(tf32=True),
         "schedule.floor": Spec(schedule=Schedule(floor=0.1)),
+        "schedule.factor": Spec(schedule=Schedule(name="cosine", factor=0.5)),
+        "schedule.length": Spec(schedule=Schedule(name="milestones", milestones=(9,), length="2 epochs")),
+        "schedule.start": Spec(schedule=Schedule(name="cosine", start=0.5)),
         "data.prefetch": Spec(data=Loading(workers=0, prefetch=4)),
     }
     for name, spec in cases.items():
@@ -170,7 +173,9 @@ def test_options_without_effect() -> None:
     for spec in (
         Spec(),
         Spec(optimizer=Optimizer(name="sgd", momentum=0.5)),
-        Spec(schedule=Schedule(name="cosine", floor=0.1)),
+        Spec(schedule=Schedule(name="cosine", floor=0.1, length=9, warmup=3, start=0.5)),
+        Spec(schedule=Schedule(name="plateau", factor=0.5)),
+        Spec(schedule=Schedule(name="one-cycle", start=0.5)),
         Spec(data=Loading(workers=2, prefetch=4)),
     ):
         assert sentences("ineffective-option", make_facts(spec=spec)) == []

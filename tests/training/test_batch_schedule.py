@@ -9,14 +9,14 @@ import pytest
 import models
 from command import succeed
 from harness import differences_from_single, train_on_ranks
-from paceline import Spec
+from paceline import Spec, train
 from paceline.data.batch_slices import RankBatchSlice, training_parts
 from paceline.data.order import SampleOrder
 from paceline.errors import PlanError, SpecError
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer, Schedule
 from paceline.spec.batch_schedule import StepBatches, build_batches
-from paceline.training.optimization.batches import check_batches
+from paceline.training.optimization.batches import check_batches, check_batches_end
 
 BASE = {"optimizer": Optimizer(lr=0.01), "profile": False}
 
@@ -156,6 +156,19 @@ def test_resume_is_exact(tmp_path: Path) -> None:
 def test_bad_input(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Spec(batch=12, **values)
+
+
+def test_a_batch_that_the_training_does_not_reach_is_reported() -> None:
+    spec = Spec(batch=12, batch_schedule="4:10,8:20")
+    assert check_batches_end(spec, 5) == []
+    assert check_batches_end(spec, 4) == [
+        "batch_schedule reaches batch 12 after 20 samples, but the training ends after 20, with batch 8"
+    ]
+    [note] = check_batches_end(Spec(batch=12, batch_warmup="4:100"), 2)
+    assert note.startswith("batch_warmup reaches batch 12 after 100 samples, but the training ends after 8,")
+    assert check_batches_end(Spec(batch=12), 1) == []
+    notes = next(iter(train(spec.model_copy(update={"steps": 2}), task=models.Points()))).notes
+    assert any(note.startswith("batch_schedule reaches batch 12") for note in notes)
 
 
 def test_plans_that_need_one_batch() -> None:

@@ -163,6 +163,7 @@ def test_contradictions_are_refused(options: dict[str, Any], message: str) -> No
             Schedule(name="milestones", milestones=(7, 60)),
             "milestones has 60 samples, but the",
         ),
+        (Schedule(name="inverse-sqrt", warmup="0 samples").in_samples(8, 50), "warmup, which is 0 samples"),
         (
             Schedule(name="wsd", warmup=30, decay=31),
             "warmup=30 and schedule.decay=31 samples are longer",

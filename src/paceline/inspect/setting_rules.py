@@ -6,7 +6,7 @@ from paceline.cluster.published import find_published_name, sheets
 from paceline.inspect.contention import measure_contention
 from paceline.inspect.facts import RunFacts
 from paceline.inspect.finding import NOT_APPLICABLE, Evidence, Missing, Outcome
-from paceline.spec import Loading, Spec
+from paceline.spec import Loading, Schedule, Spec
 from paceline.units import several
 
 TF32_CAPABILITY = 80  # NVIDIA Ampere: the first devices with TF32 (10 × compute capability)
@@ -18,6 +18,8 @@ WORKERS_CORES = 0.5  # of the cores, which workers use
 
 _NO_FACTS = Missing("the run was started by a version that did not record the machine")
 
+WITH_FACTOR = ("step", "milestones", "plateau")
+WITHOUT_LENGTH = ("constant", "step", "milestones", "cosine-restarts", "inverse-sqrt", "plateau")
 WITHOUT_FLOOR = ("constant", "step", "milestones", "inverse-sqrt", "task")
 
 
@@ -73,18 +75,48 @@ def _find_ineffective(spec: Spec, facts: RunFacts) -> list[tuple[str, str, str]]
             )
         elif capability is not None and capability < TF32_CAPABILITY:
             found.append(("--tf32", f"{_device(facts)} has no TF32", "--precision fp16"))
-    schedule = spec.schedule
-    if schedule.floor and schedule.name in WITHOUT_FLOOR:
-        found.append(
-            (
-                f"schedule.floor={schedule.floor:g}",
-                f"it is the end of schedules such as cosine, and the schedule is {schedule.name}",
-                "--schedule cosine",
-            )
-        )
+    found += _find_ineffective_in(spec.schedule)
     if spec.data.prefetch != Loading().prefetch and spec.data.workers == 0:
         found.append(
             (f"data.prefetch={spec.data.prefetch}", "no worker reads samples ahead", "--workers 1 or more")
+        )
+    return found
+
+
+def _find_ineffective_in(schedule: Schedule) -> list[tuple[str, str, str]]:
+    """Return the options of a schedule without effect, as `_find_ineffective` does."""
+    name, found = schedule.name, []
+    if schedule.floor and name in WITHOUT_FLOOR:
+        found.append(
+            (
+                f"schedule.floor={schedule.floor:g}",
+                f"it is the end of schedules such as cosine, and the schedule is {name}",
+                "--schedule cosine",
+            )
+        )
+    if schedule.factor != Schedule().factor and name not in WITH_FACTOR:
+        found.append(
+            (
+                f"schedule.factor={schedule.factor:g}",
+                f"it is the decay of {', '.join(WITH_FACTOR)}, and the schedule is {name}",
+                "--schedule plateau",
+            )
+        )
+    if schedule.length is not None and name in WITHOUT_LENGTH:
+        found.append(
+            (
+                f"schedule.length={schedule.length!r}",
+                f"the schedule {name} has no end",
+                "--schedule cosine",
+            )
+        )
+    if schedule.start is not None and not schedule.warmup and name != "one-cycle":
+        found.append(
+            (
+                f"schedule.start={schedule.start:g}",
+                "it is the begin of the warm-up, and there is none",
+                'schedule.warmup="1 epoch"',
+            )
         )
     return found
 

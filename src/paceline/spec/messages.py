@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 MAX_NAMES = 20  # names that a message lists
 MIN_SIMILARITY = 0.65  # by difflib: accepts rr for r and bach for batch, but not ema for betas
+MAX_CHOICES = 3  # words of a key that a message lists without naming the nearest: gpu is not like cpu
 LISTING = "paceline train --keys"
 
 
@@ -36,7 +37,10 @@ def describe_error(error: ValidationError, known: list[str], what: str = "key") 
     message = re.sub(r"a valid dictionary( or instance of \w+)?", "a table", message)
     message = message.replace("a valid tuple", 'a list, such as ["A","B"]')
     message = re.sub(r"a valid (?=[aeiou])", "an ", message).replace("a valid ", "a ")
-    return f"{key} {message}, got {abbreviate(first['input'])}"
+    hint, choices = "", re.findall(r"'([^']*)'", first.get("ctx", {}).get("expected", ""))
+    if first["type"] == "literal_error" and isinstance(first["input"], str) and len(choices) > MAX_CHOICES:
+        hint = suggest(first["input"], choices)
+    return f"{key} {message}, got {abbreviate(first['input'])}{hint if hint.startswith('; did') else ''}"
 
 
 def _suggest_key(key: str, known: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from paceline.optimizer_options import CONVENTIONS, OPTIMIZERS, WITH_TRUST, WITHOUT_DECAY
 from paceline.spec.messages import abbreviate, suggest
@@ -43,6 +43,21 @@ class ParamGroup(Value):
                 "a group of optimizer.groups is empty; give it lr, lr_scale, weight_decay or trust"
             )
         return self
+
+
+# Options that are lists of numbers, and the default of an optimizer that has them.
+NUMBER_LISTS = {
+    key: value
+    for options in reversed([*OPTIMIZERS.values()])
+    for key, value in options.items()
+    if isinstance(value, tuple)
+}
+LARGEST = 3.4e38
+KEYWORDS_AND_PATTERNS = "norm, bias, embedding or patterns of names, separated by commas"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class Optimizer(Value):
@@ -204,9 +219,68 @@ class Optimizer(Value):
     @field_validator("name", mode="before")
     @classmethod
     def _name_is_known(cls, name: Any) -> Any:
-        if name not in OPTIMIZERS:
+        if not isinstance(name, str) or name not in OPTIMIZERS:
             raise ValueError(f"unknown optimizer {abbreviate(name)}{suggest(str(name), OPTIMIZERS)}")
         return name
+
+    @field_validator(*NUMBER_LISTS, mode="before")
+    @classmethod
+    def _are_numbers(cls, value: Any, about: ValidationInfo) -> Any:
+        """Refuse anything but a list of as many numbers as the option has."""
+        example = NUMBER_LISTS[about.field_name or ""]
+        is_list = isinstance(value, (list, tuple)) and len(value) == len(example)
+        if value is None or (is_list and all(map(_is_number, value))):
+            return value
+        raise ValueError(
+            f"optimizer.{about.field_name} must be a list of {len(example)} numbers, such as "
+            f"[{','.join(f'{number:g}' for number in example)}], got {abbreviate(value)}"
+        )
+
+    @field_validator("etas", "step_sizes")
+    @classmethod
+    def _are_ordered(cls, pair: tuple[float, float] | None, about: ValidationInfo) -> Any:
+        """Refuse factors that do not shrink and grow the steps, and limits in another order."""
+        if pair is None:
+            return pair
+        if about.field_name == "etas" and not 0 < pair[0] < 1 < pair[1]:
+            raise ValueError(
+                "optimizer.etas must be a factor between 0 and 1 and one above 1, such as [0.5,1.2], got "
+                f"[{pair[0]:g},{pair[1]:g}]"
+            )
+        if about.field_name == "step_sizes" and not 0 < pair[0] <= pair[1]:
+            raise ValueError(
+                "optimizer.step_sizes must be the smallest step, above 0, and the largest, such as "
+                f"[1e-06,50], got [{pair[0]:g},{pair[1]:g}]"
+            )
+        return pair
+
+    @field_validator("no_decay", "no_trust", "no_agc")
+    @classmethod
+    def _names_parameters(cls, patterns: str | None, about: ValidationInfo) -> str | None:
+        if patterns is not None and not patterns.replace(",", " ").strip():
+            raise ValueError(
+                f"optimizer.{about.field_name}={patterns!r} names no parameter; write "
+                f"{KEYWORDS_AND_PATTERNS}, or leave it out"
+            )
+        return patterns
+
+    @field_validator("groups")
+    @classmethod
+    def _groups_name_parameters(cls, groups: dict[str, ParamGroup] | None) -> dict[str, ParamGroup] | None:
+        if groups is None:
+            return None
+        if not groups:
+            raise ValueError(
+                "optimizer.groups is empty; give it a pattern with options, such as "
+                "{'head.*'={lr=0.01}}, or leave it out"
+            )
+        for pattern in groups:
+            if not pattern.replace(",", " ").strip():
+                raise ValueError(
+                    f"optimizer.groups has the pattern {pattern!r}, which names no parameter; write "
+                    f"{KEYWORDS_AND_PATTERNS}"
+                )
+        return groups
 
     @model_validator(mode="after")
     def _options_exist(self) -> Self:
@@ -224,6 +298,7 @@ class Optimizer(Value):
                 f"{self.name} has no weight decay, got optimizer.weight_decay={self.weight_decay:g}; "
                 "leave it out"
             )
+        self._check_sizes()
         self._check_groups()
         self._check_averages()
         known = CONVENTIONS.get(self.name, ())
@@ -233,8 +308,31 @@ class Optimizer(Value):
                 f"{abbreviate(self.convention)}"
             )
         if self.options.get("nesterov") and not self.options["momentum"]:
-            raise ValueError("nesterov requires momentum above 0, got momentum=0.0")
+            raise ValueError(
+                "optimizer.nesterov requires momentum above 0, got optimizer.momentum=0; set "
+                "optimizer.nesterov=false"
+            )
+        if self.options.get("nesterov") and self.options.get("dampening"):
+            raise ValueError(
+                f"optimizer.nesterov requires no dampening, got optimizer.dampening={self.dampening:g}; "
+                "leave one out"
+            )
         return self
+
+    def _check_sizes(self) -> None:
+        """Refuse numbers that torch cannot convert to the data type of float32 weights."""
+        values = {"weight_decay": self.weight_decay, **{key: getattr(self, key) for key in self.options}}
+        values |= {
+            f"groups.{pattern}.weight_decay": group.weight_decay
+            for pattern, group in (self.groups or {}).items()
+        }
+        for key, value in values.items():
+            numbers = value if isinstance(value, tuple) else (value,)
+            if any(_is_number(number) and abs(number) > LARGEST for number in numbers):
+                raise ValueError(
+                    f"optimizer.{key} must be at most {LARGEST:g}, the largest number of float32, got "
+                    f"{abbreviate(value)}"
+                )
 
     def _check_averages(self) -> None:
         if self.ema is not None and self.swa is not None:

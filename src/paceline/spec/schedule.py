@@ -119,7 +119,9 @@ class Schedule(Value):
     def _are_lengths(cls, values: Any) -> Any:
         if isinstance(values, (list, tuple)):
             return [check_length("schedule.milestones", value, minimum=1) for value in values]
-        return values
+        raise ValueError(
+            f'schedule.milestones must be a list, such as ["30 epochs","60 epochs"], got {abbreviate(values)}'
+        )
 
     @model_validator(mode="after")
     def _options_have_a_use(self) -> Self:
@@ -202,6 +204,8 @@ def check_length(key: str, value: Any, minimum: int) -> Any:
     """
     is_number = isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= MAX_INT
     if is_number or (isinstance(value, str) and LENGTH.fullmatch(value)):
+        if minimum and isinstance(value, str) and not float(value.split()[0]):
+            raise ValueError(f"{key} must be longer than 0, got {value!r}")
         return value
     expected = f"samples (an integer, at least {int(minimum)}), '50 steps' or '5 epochs'"
     raise ValueError(f"{key} must be {expected}, got {abbreviate(value)}")

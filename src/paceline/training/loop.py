@@ -33,6 +33,7 @@ from paceline.training.evaluation.figures import FigureWriter
 from paceline.training.guard.replica_guard import ReplicaGuard
 from paceline.training.histograms.recorder import HistogramRecorder
 from paceline.training.optimization.batch_scaling import lr_factor_of_batch
+from paceline.training.optimization.batches import check_batches_end
 from paceline.training.optimization.plateau import PlateauState, add_evaluation, plateau_metric
 from paceline.training.optimization.schedule import (
     check_schedule,
@@ -346,6 +347,7 @@ class TrainingLoop:
                 *self.checkpoints.resumed.notes,
                 *self.histograms.notes,
                 *check_schedule_end(self.schedule, self.total_samples),
+                *check_batches_end(self.spec, self.total),
                 *check_average_start(self.spec.optimizer, self.total),
                 *describe_streams(self.data.training, self.batches.samples_before(self.first)),
             ),

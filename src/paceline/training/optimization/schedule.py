@@ -34,6 +34,10 @@ def check_schedule(schedule: Schedule, total: int, task: Task | None = None) -> 
             f"schedule.warmup={schedule.warmup} samples leaves nothing of the {length} samples of schedule "
             f"{schedule.name}; use a shorter warm-up, or --schedule constant"
         )
+    if schedule.name == "inverse-sqrt" and not schedule.warmup:
+        raise SpecError(
+            "schedule inverse-sqrt decays after schedule.warmup, which is 0 samples; use a longer warm-up"
+        )
     if schedule.name == "milestones" and _in_samples(schedule.milestones[-1]) >= total:
         raise SpecError(
             f"schedule.milestones has {schedule.milestones[-1]} samples, but the training has {total}; leave "
