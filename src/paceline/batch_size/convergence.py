@@ -3,6 +3,9 @@
 The form is that of McCandlish et al., An empirical model of large-batch training, 2018, equation 2.11. Emin
 is reached with small batches, and a training with B = Bcrit needs twice as many samples.
 
+Trainings also rise in other forms: slower, steeper, or after a plateau. Each of FORMS has a probability, and
+in each of them a training with B = Bcrit needs twice as many samples.
+
 Few measurements determine Bcrit badly, and measurements deviate from the form together: neighbouring batches
 share hyper-parameters. So the logarithm of E has a deviation that is correlated along log B (an
 Ornstein-Uhlenbeck process), and log Bcrit has a distribution over trainings, whose mean the trainings of one
@@ -12,7 +15,7 @@ value matters.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +26,15 @@ from paceline.errors import BenchError
 
 Array = npt.NDArray[np.float64]
 
+# log(E / Emin) as a function of B / Bcrit, with the probability before any measurement.
+FORMS: Sequence[tuple[float, Callable[[Array], Array]]] = (
+    (0.35, np.log1p),  # that of McCandlish et al.
+    (0.1, lambda ratio: np.log1p(ratio**0.5)),
+    (0.15, lambda ratio: np.log1p(ratio**0.7)),
+    (0.15, lambda ratio: np.log1p(ratio**1.4)),
+    (0.1, lambda ratio: np.log1p(ratio**2)),
+    (0.15, lambda ratio: np.log1p(3 * ratio**2) / 2),  # a plateau, and then proportional to B
+)
 # Of the logarithm of E, from 53 published points of seven trainings.
 DEVIATION = 0.1  # standard deviation of a training from the form
 DEVIATION_LENGTH = 1.0  # in log B, over which the deviation changes
@@ -31,7 +43,7 @@ UNKNOWN_NOISE = np.array([0.02, 0.05, 0.1])  # of points without a standard erro
 # Of log(Bcrit / largest measured batch): mean over trainings, its uncertainty, spread between trainings.
 CRITICAL_MEAN = 1.0
 CRITICAL_MEAN_ERROR = 0.7
-CRITICAL_SPREAD = 1.0
+CRITICAL_SPREAD = 1.5
 
 GRID = np.linspace(-5.0, 7.0, 241)  # log(Bcrit / largest measured batch)
 MEANS = CRITICAL_MEAN + CRITICAL_MEAN_ERROR * np.linspace(-3.0, 3.0, 31)
@@ -67,12 +79,12 @@ class Interval:
 
 @dataclass(frozen=True)
 class ConvergenceCurve:
-    """E = Emin · (1 + B / Bcrit) of one training, as a distribution over Bcrit and levels of noise.
+    """E of one training, as a distribution over Bcrit, forms and levels of noise.
 
-    The first axis of all arrays is that of the levels, except of `critical` and `log_batches`. weights:
-    probability of each level and each Bcrit of the grid. log_minimum: log Emin for each of them; its variance
-    depends on the level only. residuals: of each measurement for each Bcrit, multiplied by the inverse
-    covariance.
+    The first axis of all arrays is that of the cases, each a level and a form, except of `critical` and
+    `log_batches`. weights: probability of each case and each Bcrit of the grid. log_minimum: log Emin for
+    each of them; its variance depends on the level only. residuals: of each measurement for each Bcrit,
+    multiplied by the inverse covariance.
     """
 
     critical: Array
@@ -98,18 +110,18 @@ class ConvergenceCurve:
     def predict(self, batch: float, error: float | None = None) -> Interval:
         """Return E at a batch, as a measurement finds it. error: its relative standard error, if known."""
         covariance = _covary(np.array([math.log(batch)]), self.log_batches)
-        values = self.log_minimum + np.log1p(batch / self.critical) + (covariance @ self.residuals)[:, 0]
+        values = self.log_minimum + _log_forms(batch / self.critical) + (covariance @ self.residuals)[:, 0]
         gains = (covariance @ self.inverse)[:, 0]
         explained, leverage = gains @ covariance[0], 1.0 - gains.sum(1)
         variance = np.maximum(0.0, DEVIATION**2 - explained) + leverage**2 * self.log_minimum_variance
         return self._interval(values, variance + _noise_variance([error])[:, 0])
 
     def form(self, batch: float) -> float:
-        """Return Emin · (1 + B / Bcrit) at a batch, without the deviations of measurements."""
-        return math.exp(float((self.weights * (self.log_minimum + np.log1p(batch / self.critical))).sum()))
+        """Return E at a batch as the forms have it, without the deviations of measurements."""
+        return math.exp(float((self.weights * (self.log_minimum + _log_forms(batch / self.critical))).sum()))
 
     def _interval(self, values: Array, variance: Array) -> Interval:
-        """Return the interval of the exponential of values, each with a normal error of its level's variance.
+        """Return the interval of the exponential of values, each with a normal error of its case's variance.
 
         The middle is the mean of the logarithms, which differs little from the median.
         """
@@ -120,7 +132,7 @@ class ConvergenceCurve:
 
 @dataclass(frozen=True)
 class _Likelihood:
-    """The likelihood of noise and Bcrit given the measurements of one training, with Emin integrated out."""
+    """The likelihood of cases and Bcrit given the measurements of one training, with Emin integrated out."""
 
     logs: Array
     curve: Mapping[str, Any]
@@ -161,15 +173,14 @@ def _likelihood(points: Sequence[Measurement]) -> _Likelihood:
     noise = _noise_variance([point.error for point in points])
     covariance = _covary(log_batches, log_batches) + noise[:, :, None] * np.eye(len(points))
     inverse = np.linalg.inv(covariance)
-    logs = np.log([point.cost for point in points])[:, None]
-    logs = logs - np.log1p(np.array([point.batch for point in points])[:, None] / critical[None])
+    ratios = np.array([point.batch for point in points])[:, None] / critical
+    logs = np.log([point.cost for point in points])[:, None] - _log_forms(ratios)
     precision = inverse.sum((1, 2))
-    log_minimum = inverse.sum(1) @ logs / precision[:, None]
+    log_minimum = (inverse.sum(1)[:, None] @ logs)[:, 0] / precision[:, None]
     residuals = logs - log_minimum[:, None]
     solved = inverse @ residuals
-    found = (
-        -((residuals * solved).sum(1) + (np.linalg.slogdet(covariance)[1] + np.log(precision))[:, None]) / 2
-    )
+    determinant = (np.linalg.slogdet(covariance)[1] + np.log(precision))[:, None]
+    found = _log_probabilities() - ((residuals * solved).sum(1) + determinant) / 2
     return _Likelihood(
         found - found.max(),
         {
@@ -183,10 +194,20 @@ def _likelihood(points: Sequence[Measurement]) -> _Likelihood:
     )
 
 
+def _log_forms(ratios: Array) -> Array:
+    """Return log(E / Emin) in each case for each B / Bcrit."""
+    return np.stack([form(ratios) for _, form in FORMS] * len(UNKNOWN_NOISE))
+
+
+def _log_probabilities() -> Array:
+    """Return the logarithm of the probability of each case before any measurement, as a column."""
+    return np.log([probability for probability, _ in FORMS] * len(UNKNOWN_NOISE))[:, None]
+
+
 def _noise_variance(errors: Sequence[float | None]) -> Array:
-    """Return the variance of each measurement (columns) besides the deviation, for each level (rows)."""
+    """Return the variance of each measurement (columns) besides the deviation, in each case (rows)."""
     known = [
         [NOISE**2 + error**2 if error is not None else level**2 for error in errors]
         for level in UNKNOWN_NOISE
     ]
-    return np.array(known)
+    return np.repeat(np.array(known), len(FORMS), axis=0)
