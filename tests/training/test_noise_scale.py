@@ -37,11 +37,13 @@ class Offset(nn.Module):
 class Quadratic(Task):
     """|x - w|²/2, so that the gradient of a sample is w - x; w stays 0."""
 
+    samples: int = SAMPLES
+
     def model(self) -> nn.Module:
         return Offset()
 
     def dataset(self, split: str) -> models.Pairs | None:
-        x = MEAN + SPREADS * models.random_normal(SAMPLES, DIMS)
+        x = MEAN + SPREADS * models.random_normal(self.samples, DIMS)
         return models.Pairs(x=x) if split == "train" else None
 
     def inputs(self, batch: Any) -> Tensor:
@@ -71,9 +73,9 @@ def measure(task: Task, spec: Spec, plan: str) -> tuple[list[tuple[float, float 
     )
 
 
-def true_scale() -> float:
+def true_scale(samples: int = SAMPLES) -> float:
     """Return tr Σ / |G|² of the samples, from the samples alone."""
-    x = Quadratic().dataset("train").columns["x"].double().numpy()
+    x = Quadratic(samples=samples).dataset("train").columns["x"].double().numpy()
     return float(x.var(0).sum() / np.square(x.mean(0)).sum())
 
 
@@ -85,6 +87,18 @@ def test_estimate_of_a_known_covariance() -> None:
     assert measured[0].error is None
     variances = np.mean([event.variance for event in measured])
     assert variances == pytest.approx(float(SPREADS.square().sum()), rel=0.05)
+
+
+def test_a_small_data_set_is_a_sample_of_its_distribution() -> None:
+    """The mean gradient of N samples has the noise tr Σ / N, which does not count as gradient."""
+    samples = 128
+    _, measured = measure(Quadratic(samples=samples), SPEC, "dp=1,microbatches=2")
+    scale = np.mean([event.variance for event in measured]) / np.mean(
+        [event.squared_gradient for event in measured]
+    )
+    of_samples = true_scale(samples)
+    assert scale == pytest.approx(1 / (1 / of_samples - 1 / samples), rel=0.03)
+    assert scale > 1.08 * of_samples
 
 
 def test_signs_that_do_not_cancel_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

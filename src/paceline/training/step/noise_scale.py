@@ -9,6 +9,10 @@ half of the micro-batches and ranks are multiplied by -1. Its gradient is D = Σ
 micro-batches of all data ranks: G cancels, and E|D|² = tr Σ / B. The usual pass has
 E|G_B|² = |G|² + tr Σ / B. Both norms are those of whole tensors under every plan, and both passes draw the
 same random numbers.
+
+An epoch has each of N samples once, so that batches are samples without replacement: E|D|² is that of the
+covariance with N - 1 in its divisor, and |G_B|² - |D|² estimates |G_N|² - tr Σ / N. That is |G|² of the
+distribution from which the data set was drawn, without bias; |G_N|² of the data set is larger.
 """
 
 import math
