@@ -492,6 +492,13 @@ def test_export_an_earlier_step_and_overwrite_a_file(trained, tmp_path):
     )
     succeed("export", at / "r", file, "--force", at=tmp_path)
     assert not load_file(file)["up.weight"].equal(first["up.weight"])
+    for name, fix in (("w.pt", "name it w.safetensors"), ("w.onnx", "add --format onnx")):
+        renamed = paceline("export", at / "r", name, at=tmp_path)
+        assert (renamed.status, renamed.err) == (
+            2,
+            f"paceline: --format safetensors writes no {Path(name).suffix} file, got {name}; {fix}\n",
+        )
+        assert not (tmp_path / name).exists()
     nowhere = paceline("export", at / "r", tmp_path / "no/w.safetensors", at=tmp_path)
     assert (nowhere.status, nowhere.err) == (
         2,

@@ -11,6 +11,7 @@ from paceline.run import RunFolder, open_run
 
 FORMATS = ("safetensors", "hf", "torch-export", "onnx")
 PROGRAM_SUFFIXES = {"torch-export": ".pt2", "onnx": ".onnx"}
+OTHER_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".npz", ".gguf", *PROGRAM_SUFFIXES.values())
 
 
 def export(
@@ -110,6 +111,10 @@ def _export_file(folder: RunFolder, file: Path, step: int | None, ema: bool, for
     from paceline.training.checkpoint.stored import load_weights
     from paceline.units import format_bytes, format_count
 
+    if file.suffix in OTHER_SUFFIXES:  # programs that trust the name could not load it
+        formats = [name for name, suffix in PROGRAM_SUFFIXES.items() if suffix == file.suffix]
+        fix = f"add --format {formats[0]}" if formats else f"name it {file.with_suffix('.safetensors')}"
+        raise RunError(f"--format safetensors writes no {file.suffix} file, got {file}; {fix}")
     _refuse_existing(file, force)
     check_target(file)
     path = _find_checkpoint(folder, step)
