@@ -135,6 +135,12 @@ def test_an_integer_is_accepted_for_a_float():
         ("data/my file.txt", "data/my file.txt"),
         ("2024-01-01", "2024-01-01"),
         ("1\ny = 2", "1\ny = 2"),
+        (".1", 0.1),
+        ("-.5e-3", -0.0005),
+        ("5.", 5.0),
+        ("1.e-3", 1e-3),
+        (".", "."),
+        ("1.2.3", "1.2.3"),
     ],
 )
 def test_values_on_the_command_line(text, value):
@@ -424,6 +430,11 @@ def test_invalid_files_are_refused(text, message, tmp_path):
         ({"optimiser.lr": 0.5}, "unknown key optimiser; did you mean optimizer?"),
         ({"optimizer.lr": "fast"}, "optimizer.lr must be a number, got 'fast'"),
         ({"batch.size": 3}, "batch=64 has no keys below it, got batch.size"),
+        (
+            {'optimizer.groups."1.*".lr_scale': 10},
+            'unknown key optimizer.groups."1.*".lr_scale; specify all groups at once: '
+            """--set 'optimizer.groups={"PATTERN"={lr_scale=10}}'""",
+        ),
         ({"optimizer.lr.start": 3}, "unknown key optimizer.lr.start; did you mean optimizer.lr?"),
     ],
 )

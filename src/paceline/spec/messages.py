@@ -49,6 +49,8 @@ def _suggest_key(key: str, known: list[str]) -> str:
     Dotted keys are compared within their table: the common prefix does not make `optimizer.ema` similar
     to `optimizer.eps`.
     """
+    if key.startswith("optimizer.groups."):
+        return """; specify all groups at once: --set 'optimizer.groups={"PATTERN"={lr_scale=10}}'"""
     table, _, leaf = key.rpartition(".")
     if inside := [name.rpartition(".")[2] for name in known if table and name.rpartition(".")[0] == table]:
         return suggest(leaf, inside).replace("did you mean ", f"did you mean {table}.")

@@ -1,5 +1,6 @@
 """Values of requests as text: TOML files and key=value."""
 
+import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +10,8 @@ from paceline.errors import SpecError
 from paceline.spec.keys import TABLES
 from paceline.spec.messages import abbreviate
 from paceline.spec.values import MAX_DEPTH, TOO_LARGE, is_too_large
+
+PYTHON_FLOAT = re.compile(r"[+-]?(?:\d+\.|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)  # TOML requires 0.1 and 5.0
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -67,12 +70,13 @@ def replace_length(overrides: dict[str, Any]) -> dict[str, Any]:
 def parse_value(text: str, key: str = "VALUE") -> Any:
     """Return the TOML value of a text (`64`, `1e-3`, `true`, `[1, 2]`), or the text itself (`relu`).
 
+    Numbers may be written as in Python, too (`.1`, `5.`).
     Raises SpecError for a value that TOML cannot represent.
     """
     try:
         tree = tomllib.loads(f"x = {text}")
     except tomllib.TOMLDecodeError:
-        return text
+        return float(text) if PYTHON_FLOAT.fullmatch(text) else text
     except (ValueError, RecursionError):  # thousands of digits or levels
         raise SpecError(f"--set {abbreviate(key, str)}={abbreviate(text, str)}: {TOO_LARGE}") from None
     if is_too_large(tree):
