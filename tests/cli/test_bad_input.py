@@ -397,8 +397,8 @@ def test_unknown_task_references_are_refused(reference, message, here):
             "from paceline import Task\nclass My(Task):\n    width: int\n",
             "{path} has no method model; a task requires model, dataset, loss",
         ),
-        ("x = 1\n", "{path} has 0 tasks (none); specify the class: {path}:NAME"),
-        ("", "{path} has 0 tasks (none); specify the class: {path}:NAME"),
+        ("x = 1\n", "{path} has no task; define a subclass of paceline.Task there"),
+        ("", "{path} has no task; define a subclass of paceline.Task there"),
     ],
 )
 def test_files_without_a_task_are_refused(source, message, tmp_path):
@@ -407,6 +407,16 @@ def test_files_without_a_task_are_refused(source, message, tmp_path):
         load_task(str(path), {})
     assert str(caught.value).startswith(message.format(path=path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
+    (tmp_path / "mine.py").mkdir()
+    for reference in (f"{tmp_path}/mine.py", f"{tmp_path}/mine.py:Net"):
+        with pytest.raises(TaskError) as caught:
+            load_task(reference, {})
+        assert str(caught.value) == f"{tmp_path}/mine.py is a folder; specify a Python file"
+    with pytest.raises(TaskError, match="no such file"):  # and does not suggest the folder
+        load_task(f"{tmp_path}/mime.py", {})
 
 
 FIELDS = """

@@ -50,10 +50,11 @@ def import_task_class(reference: str) -> type[Task]:
     ]
     if not name:
         defined = [key for key in tasks if getattr(module, key).__module__ == module.__name__]
-        if len(defined) != 1:
+        if not defined:
+            raise TaskError(f"{place} has no task; define a subclass of paceline.Task there")
+        if len(defined) > 1:
             raise TaskError(
-                f"{place} has {len(defined)} tasks ({', '.join(defined) or 'none'});"
-                f" specify the class: {place}:NAME"
+                f"{place} has {len(defined)} tasks ({', '.join(defined)}); specify the class: {place}:NAME"
             )
         name = defined[0]
     kind = getattr(module, name, None)
@@ -71,8 +72,7 @@ def import_task_class(reference: str) -> type[Task]:
 
 def _load_file(path: Path) -> ModuleType:
     """Import a Python file, or return the module if it is imported already."""
-    if not path.is_file():
-        raise TaskError(f"no such file: {path}{suggest_file(path)}")
+    check_task_file(path)
     given_path, path = path, path.resolve()
     name = path.stem if importlib.util.find_spec(path.stem) is None else f"task_{path.stem}"
     for module in (sys.modules.get("__main__"), sys.modules.get(path.stem), sys.modules.get(name)):
@@ -119,9 +119,13 @@ def check_not_importing(function: str) -> None:
         )
 
 
-def suggest_file(path: Path) -> str:
-    neighbours = [str(file) for file in path.parent.glob("*.py")]
-    return suggest(str(path), neighbours[:50]) if neighbours else ""
+def check_task_file(path: Path) -> None:
+    """Raise TaskError unless the path is that of a file."""
+    if path.is_dir():
+        raise TaskError(f"{path} is a folder; specify a Python file")
+    if not path.is_file():
+        neighbours = [str(file) for file in path.parent.glob("*.py") if file.is_file()]
+        raise TaskError(f"no such file: {path}{suggest(str(path), neighbours[:50])}")
 
 
 def unknown_task(reference: str) -> TaskError:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from paceline.errors import TaskError
 from paceline.spec import suggest
-from paceline.task.importing import BUILT_IN, import_task_class, suggest_file, unknown_task
+from paceline.task.importing import BUILT_IN, check_task_file, import_task_class, unknown_task
 from paceline.task.interface import Task
 from paceline.task.load import build_task
 from paceline.task.values import field_values
@@ -45,8 +45,7 @@ def check_reference(reference: str) -> str:
             raise unknown_task(reference)
         return reference
     path = Path(place)
-    if not path.is_file():
-        raise TaskError(f"no such file: {path}{suggest_file(path)}")
+    check_task_file(path)
     try:
         names = list(_find_names(ast.parse(path.read_bytes())))
     except SyntaxError as error:
