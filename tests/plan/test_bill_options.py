@@ -118,7 +118,11 @@ def test_constraints_restrict_the_search(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--where", "pp<4,memory<3"), "plans have no memory"),
+        (
+            ("--where", "pp<4,memory<3"),
+            "plans have no memory; available: dp, tp, pp, cp, ep, zero, replicate, micro_batch, "
+            "microbatches, stages, recompute, pp_schedule\n",
+        ),
         (("--where", "pp"), "--where must be comparisons such as"),
         (("--where", "tp<x"), "tp is a number, got 'x'"),
         (("--where", "recompute<full"), "recompute is = or != one of none, full, selective"),

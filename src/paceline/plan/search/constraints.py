@@ -60,9 +60,7 @@ def _parse(part: str) -> Constraint:
     name, comparison, value = matched.groups()
     names = (*NUMBERS, *WORDS)
     if name not in names:
-        raise PlanError(
-            f"--where {part.strip()}: plans have no {name}{suggest(name, names)}; use {', '.join(names)}"
-        )
+        raise PlanError(f"--where {part.strip()}: plans have no {name}{suggest(name, names)}")
     if name in NUMBERS:
         if not value.isdecimal():
             raise PlanError(f"--where {part.strip()}: {name} is a number, got {value!r}")
