@@ -1,6 +1,7 @@
 """Scaling: the fastest plan for each number of ranks, and how many ranks are worth using."""
 
 import json
+import re
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -168,6 +169,15 @@ def test_format_durations():
         "2.0 days",
         "2.2 years",
     ]
+
+
+def test_axes_have_labels_within_a_decade(tmp_path: Path) -> None:
+    """The rates contain no power of ten, at which logarithmic axes have labels, and the durations one."""
+    picture = tmp_path / "scale.svg"
+    succeed(*GPT, "--ranks", "8,16", "--tokens", "1e9", "--plot", str(picture), at=tmp_path)
+    texts = " ".join(re.findall("<!-- (.*) -->", picture.read_text()))
+    assert "ranks 150 k 175 k 200 k" in texts
+    assert "recommended: 16 50 100 minutes of the training" in texts
 
 
 def test_command_does_not_import_torch(tmp_path: Path) -> None:

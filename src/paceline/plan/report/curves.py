@@ -11,7 +11,9 @@ from paceline.units import format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
+MAX_LABELED = 100  # an axis that ends at a smaller multiple of its begin has labels at 1, 2 and 5
 UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
@@ -56,7 +58,7 @@ def _draw_throughput(axes: "Axes", scaling: Scaling) -> None:
         label="ideal",
     )
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda rate, _: format_count(rate))
+    _label_ticks(axes.yaxis, format_count)
     axes.set(ylabel="tokens/s" if scaling.facts.tokens > 1 else "samples/s", title="throughput")
     axes.legend(frameon=False)
 
@@ -124,12 +126,8 @@ def _draw_costs(axes: "Axes", scaling: Scaling) -> None:
     else:
         axes.margins(x=0.12)
         axes.set_ylim(0, 1.15 * max(costs))
-    for axis, format_tick in (
-        (axes.xaxis, lambda time, _: f"{time:,g}"),
-        (axes.yaxis, lambda cost, _: format_count(cost)),
-    ):
-        axis.set_major_formatter(format_tick)
-        axis.set_minor_formatter(lambda *_: "")
+    _label_ticks(axes.xaxis, lambda time: f"{time:,g}")
+    _label_ticks(axes.yaxis, format_count)
     labels: list[tuple[float, float]] = []
     for curve, _, colour, _ in reversed(_curves(scaling)):
         for point in curve:
@@ -150,6 +148,16 @@ def _draw_costs(axes: "Axes", scaling: Scaling) -> None:
         title=f"{quantity} over time, by ranks",
     )
     axes.grid(alpha=0.25)
+
+
+def _label_ticks(axis: "Axis", format_value: Callable[[float], str]) -> None:
+    from matplotlib.ticker import LogLocator
+
+    axis.set_major_formatter(lambda value, _: format_value(value))
+    axis.set_minor_formatter(lambda *_: "")
+    low, high = axis.get_view_interval()
+    if axis.get_scale() == "log" and high < MAX_LABELED * low:  # perhaps without any power of ten
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
 
 
 def _label_point(
