@@ -10,8 +10,9 @@ from paceline.events import Profiled, Step
 from paceline.plan.model.library import load_model
 from paceline.plan.plan import Plan
 from paceline.plan.search.best_plans import find_best_plans
+from paceline.short_runs.report import describe_serial
 from paceline.short_runs.scaling import MeasuredPoint, judge
-from paceline.short_runs.serial_share import Sample, fit_amdahl, fit_gustafson
+from paceline.short_runs.serial_share import Sample, SerialShare, fit_amdahl, fit_gustafson
 from paceline.short_runs.training import BLOCKS, WARM_UP_STEPS, ShortRun, summarize_steps
 
 COUNTS = (1, 2, 4, 8)
@@ -76,6 +77,20 @@ def points(*times: tuple[int, float], error: float = 0.01) -> list[MeasuredPoint
         MeasuredPoint(run, cost, speedup, speedup * first.ranks / run.ranks)
         for run, speedup in zip(runs, speedups, strict=True)
     ]
+
+
+@pytest.mark.parametrize(
+    ("share", "end"),
+    [
+        (0.25, "; no number of ranks would be more than 4.0 times as fast as the fewest"),
+        (0.99, "; more ranks would not be faster than the fewest"),
+        (1.0, "; more ranks would not be faster than the fewest"),
+        (0.0, ")"),
+    ],
+)
+def test_limit_of_the_speedup(share: float, end: str) -> None:
+    [sentence] = describe_serial(SerialShare(share, share, share), "Amdahl")
+    assert sentence.endswith(end)
 
 
 def test_two_devices_as_fast_as_eight() -> None:

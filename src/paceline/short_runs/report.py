@@ -19,11 +19,11 @@ def build_tables(scaling: MeasuredScaling) -> list[Table | str]:
         f"\nmeasured strong scaling: a batch of {scaling.batch:,} on any number of ranks",
         _build_table(scaling.strong),
         *scaling.strong.failed,
-        *_describe_serial(scaling.strong.serial, "Amdahl"),
+        *describe_serial(scaling.strong.serial, "Amdahl"),
         f"\nmeasured weak scaling: {each} samples of the batch per rank",
         _build_table(scaling.weak),
         *(reason for reason in scaling.weak.failed if reason not in scaling.strong.failed),
-        *_describe_serial(scaling.weak.serial, "Gustafson"),
+        *describe_serial(scaling.weak.serial, "Gustafson"),
         "\nplans",
         *(f"{ranks:>5,}  {batch:>8,}  {plan}" for (ranks, batch), plan in sorted(plans.items())),
     ]
@@ -48,14 +48,18 @@ def _build_table(curve: MeasuredCurve) -> Table:
     return table
 
 
-def _describe_serial(serial: SerialShare | None, law: str) -> list[str]:
+def describe_serial(serial: SerialShare | None, law: str) -> list[str]:
     if serial is None:
         return []
     interval = f"95 %: {serial.low:.0%} to {serial.high:.0%}"
     sentence = f"serial share by {law}'s law: {serial.share:.0%} ({interval})"
     if law == "Amdahl" and serial.share > 0:
-        most = f"{1 / serial.share:.1f}" if serial.share < 1 else "1"
-        sentence += f"; no number of ranks would be more than {most} times as fast as the fewest"
+        most = f"{1 / serial.share:.1f}"
+        sentence += (
+            "; more ranks would not be faster than the fewest"
+            if most == "1.0"
+            else f"; no number of ranks would be more than {most} times as fast as the fewest"
+        )
     return [sentence]
 
 
