@@ -84,6 +84,7 @@ def test_choices(text, choices):
         ("a,,b", str, "a choice is empty"),
         ("a,b,a", str, "has the value 'a' twice"),
         ("log:a:b", float, "must be int:LOW:HIGH"),
+        ("int:8", int, "must be int:LOW:HIGH"),
         ("float:1e999:2", float, "begin with its smaller end"),
         ([], str, "has no values"),
         ([[1]], str, "a choice must be a number or a text"),

@@ -230,6 +230,14 @@ def test_study_that_would_fill_the_disk_is_refused(tmp_path):
         assert not (tmp_path / "small" / "s").exists()
 
 
+def test_study_whose_trials_all_fail_has_status_1(tmp_path):
+    write_task(tmp_path, BROKEN)
+    study = ("tune", "my.py:Regression", "--grid", "width=16,20", "--run-dir", "s", *LENGTH)
+    result = paceline(*study, at=tmp_path)
+    assert result.status == 1, result.all
+    assert result.out.endswith("2 trials: 2 failed\n")
+
+
 def test_identical_failures_stop_the_study(tmp_path):
     write_task(tmp_path, BROKEN)
     study = ("tune", "my.py:Regression", "--grid", "width=12,16,20,24", "--run-dir", "s", *LENGTH)
@@ -277,6 +285,7 @@ def test_unknown_metric_ends_the_study_after_its_first_evaluation(tmp_path):
             ["--space", "optimizer.momentum=0.5,0.9", "--space", "optimizer.name=adamw,sgd"],
             "or add a condition: 'optimizer.momentum=… if optimizer.name==sgd'",
         ),
+        (["--space", "precision=fp32,fp99"], "got 'fp99'$"),
         (["--space", "width=8,16", "--ranks", "100000"], "--ranks must be at most"),
         (["--grid", "lr=log:1:2"], "has no step"),
         (["--grid", "width=8,16", "--trials", "3"], "the grid has 2 combinations"),
@@ -353,7 +362,9 @@ def test_trials_that_violate_a_bound_never_start(tmp_path):
     assert [trial.predicted.get("parameters") for trial in trials.values()] == [counts[4], counts[8], None]
     assert [trial.metrics.get("parameters") for trial in trials.values()] == [counts[4], counts[8], None]
     assert trials[0].predicted["memory"] < trials[1].predicted["memory"]
-    assert f"the study requires parameters<{bound}" in trials[2].message
+    assert trials[2].message == (
+        f"the prediction is parameters={counts[12]}, but the study requires parameters<{bound}"
+    )
     assert not (tmp_path / "s" / "trials" / "2").exists()
 
 

@@ -250,7 +250,9 @@ class StudyDefinition:
     def _suggest_condition(self, kind: type[Task], parameter: Parameter, value: Any) -> str:
         """Return a condition with which a value is possible, as the end of a sentence, or an empty text."""
         for other in self.space.parameters:
-            if other.kind != "choice" or parameter.condition is not None or other.condition is not None:
+            if other.name == parameter.name or other.kind != "choice":
+                continue
+            if parameter.condition is not None or other.condition is not None:
                 continue
             for choice in other.choices:
                 with contextlib.suppress(Error):

@@ -147,7 +147,7 @@ def parse_parameter(name: str, key: str, annotation: Any, text: Any) -> Paramete
     match = RANGE.fullmatch(text)
     if match is None:
         word, colon, rest = text.partition(":")
-        if colon and word.isalpha() and ":" in rest:
+        if colon and word.isalpha() and (":" in rest or word in KINDS):
             kind = "" if word in KINDS else f"; {word!r} is no kind of range{suggest(word, KINDS)}"
             raise SpecError(f"--space {name}={abbreviate(text, str)} must be {FORMS}{kind}")
         value = parse_value(text, name) if text.startswith("[") else None

@@ -141,5 +141,9 @@ def check_bounds(bounds: list[Bound], placement: Placement) -> None:
     for bound in bounds:
         if not bound.holds(placement.predicted):
             value = placement.predicted.get(bound.name)
-            what = f"is {format_quantity(bound.name, value)}" if value is not None else "is not known"
-            raise RefusedTrial(f"the predicted {bound.name} {what}, and the study requires {bound.text}")
+            if value is None:
+                raise RefusedTrial(f"no {bound.name} is predicted, but the study requires {bound.text}")
+            predicted = format_quantity(bound.name, value)
+            raise RefusedTrial(
+                f"the prediction is {bound.name}={predicted}, but the study requires {bound.text}"
+            )

@@ -18,7 +18,7 @@ def describe_predictions(state: StudyState) -> Iterator[str]:
         shares = sorted(_list_shares(state, name))
         if shares:
             median = statistics.median(shares)
-            parts.append(f"{name} {median:.2f} ({shares[0]:.2f} to {shares[-1]:.2f})")
+            parts.append(f"{name} {median:.2g} ({shares[0]:.2g} to {shares[-1]:.2g})")
     if parts:
         yield f"predicted / measured, median and range: {', '.join(parts)}"
     problems = Counter(trial.not_predicted for trial in state.trials.values() if trial.not_predicted)

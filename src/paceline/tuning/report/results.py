@@ -25,6 +25,12 @@ def read_result(objectives: Sequence[StudyObjective], trial: Trial) -> tuple[flo
     return read_losses(objectives, trial) if trial.state == "complete" else None
 
 
+def has_only_failures(state: StudyState) -> bool:
+    """Return whether trials were started, and each of them failed."""
+    started = [trial for trial in state.trials.values() if trial.state != "refused"]
+    return bool(started) and all(trial.state == "failed" for trial in started)
+
+
 def check_values(space: Space, state: StudyState, where: str) -> None:
     """Raise RunError for a trial whose values do not belong to the space, which `where` defines."""
     for trial in state.trials.values():

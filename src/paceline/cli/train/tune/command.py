@@ -25,7 +25,8 @@ def tune(request: TuningRequest) -> None:
     Each trial is a training in a run folder of its own. The study continues after any interruption with
     --resume, and paceline show prints its results.
 
-    Exit status: 0 all trials are over, 75 it was stopped and can continue, 2 bad input.
+    Exit status: 0 all trials are over, 1 all of them failed, 75 it was stopped and can continue, 2 bad
+    input.
     """
     from paceline.distributed.world import read_world
     from paceline.tuning.folder import is_study
@@ -90,7 +91,7 @@ def _run(folder: "StudyFolder", definition: "StudyDefinition", executor: "Execut
     from paceline.launch.signals import STOPPED
     from paceline.tuning.controller import Controller
     from paceline.tuning.journal import StudyState, Trial
-    from paceline.tuning.report.results import count_states, format_trial, write_best
+    from paceline.tuning.report.results import count_states, format_trial, has_only_failures, write_best
 
     def report(state: StudyState, trial: Trial) -> None:
         print(format_trial(definition, trial), flush=True)
@@ -113,4 +114,5 @@ def _run(folder: "StudyFolder", definition: "StudyDefinition", executor: "Execut
             )
     if not is_over:
         print(f"stopped; continue with: paceline tune {folder.path} --resume", file=sys.stderr)
-    return 0 if is_over else STOPPED
+        return STOPPED
+    return 1 if has_only_failures(controller.state) else 0
