@@ -264,6 +264,13 @@ def test_bad_values(error, words, options, net) -> None:
         package.evaluate(net, **options)
 
 
+def test_checkpoint_by_the_name_of_its_folder(net) -> None:
+    by_name, by_step = (package.evaluate(net, checkpoint=name) for name in ("step_2", "2"))
+    assert (by_name.step, by_name.metrics) == (2, by_step.metrics)
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 7"):
+        package.evaluate(net, checkpoint="step_7")
+
+
 def test_no_best_checkpoint(net, tmp_path) -> None:
     run = shutil.copytree(net, tmp_path / "net")
     for step in (2, 4):

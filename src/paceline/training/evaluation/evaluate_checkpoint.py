@@ -94,8 +94,8 @@ def select_checkpoints(run: RunFolder, which: str, best: str) -> list[int]:
     which: "best", "last" or a step. best: `save.best` of the run. Raises CheckpointError if there is no such
     checkpoint, and SpecError for other words.
     """
-    is_step = re.fullmatch(r"\d{1,18}", which, re.ASCII) is not None
-    if which not in (BEST, LAST) and not is_step:
+    match = re.fullmatch(r"(?:step_)?(\d{1,18})", which, re.ASCII)  # step_40: the name of its folder
+    if which not in (BEST, LAST) and match is None:
         raise SpecError(f"--checkpoint must be best, last or a step, got {abbreviate(which)}")
     steps = run.checkpoints()
     if not steps:
@@ -113,9 +113,11 @@ def select_checkpoints(run: RunFolder, which: str, best: str) -> list[int]:
                 f"use --checkpoint last or a step; {listed}"
             )
         return [min(scores, key=scores.__getitem__)]
-    if int(which) not in steps:
-        raise CheckpointError(f"{run.path} has no checkpoint of step {which}; {listed}")
-    return [int(which)]
+    assert match is not None
+    step = int(match[1])
+    if step not in steps:
+        raise CheckpointError(f"{run.path} has no checkpoint of step {step}; {listed}")
+    return [step]
 
 
 def choose_plan_text(spec: Spec, before: Launch, launch: Launch, requested: str | None) -> str:
