@@ -81,6 +81,7 @@ def test_bad_input(words, message, tmp_path):
     refused = paceline("lesson", *words, at=tmp_path)
     assert (refused.status, refused.err.count("\n")) == (2, 1), refused.all
     assert message in refused.err
+    assert refused.out == ""
     assert {path.name for path in tmp_path.iterdir()} == {"broken.py"}
 
 

@@ -11,7 +11,7 @@ from paceline.lesson.blocks import Block, LessonClaim, LessonPicture, LessonQues
 from paceline.lesson.cells import LessonFile
 from paceline.lesson.exercise import name_exercise
 from paceline.lesson.html_page import build_page
-from paceline.lesson.play import play
+from paceline.lesson.play import check_ranks, play
 from paceline.lesson.terminal_text import format_text, style_block
 from paceline.units import several
 
@@ -31,6 +31,7 @@ def print_lesson(lesson: LessonFile, ranks: int) -> None:
 
     from rich.console import Console
 
+    check_ranks(ranks)
     # standard output belongs to the code of the cell while it runs
     console = Console(file=sys.stdout, highlight=False)
     print(f"{lesson.title}\n{'=' * len(lesson.title)}\n")
