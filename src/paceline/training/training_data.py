@@ -19,6 +19,7 @@ from paceline.errors import DataError, PlanError
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task
+from paceline.units import several
 
 if TYPE_CHECKING:
     pass
@@ -103,7 +104,7 @@ def check_sample_count(samples: int, plan: ResolvedPlan, batch: int) -> tuple[st
     check_batch(batch, samples)
     if batch > samples:
         return (
-            f"batch {batch:,} is more than the {samples:,} training samples: "
+            f"batch {batch:,} is more than the {several(samples, 'training sample')}: "
             "each step has samples several times",
         )
     return ()
