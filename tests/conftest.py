@@ -1,5 +1,10 @@
 import importlib.util
 import os
+
+# Threads of OpenMP that wait for work would use the cores of other tests. libgomp reads this when torch is
+# imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import shutil
 import signal
 import tempfile
