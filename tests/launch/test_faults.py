@@ -56,7 +56,7 @@ def test_out_of_memory_on_one_rank_ends_all(program: tuple[str, ...] | None, tmp
         running.wait_for_step(run, 3)
         (tmp_path / "room").touch()
         result = running.wait(30)
-        running.wait_until_all_ended(10)
+        running.wait_until_all_ended()
     assert result.status != 0
     [failure] = [event for event in events_of_kind(run, Failed) if not event.lost_peer]
     assert failure.rank == 1
@@ -73,7 +73,7 @@ def test_datasets_of_unequal_length_are_refused_before_the_first_step(
 ) -> None:
     with start_training(tmp_path, OWN_PART, program=program) as running:
         result = running.wait(60)
-        running.wait_until_all_ended(10)
+        running.wait_until_all_ended()
     sentence = (
         "dataset('train') has 53 samples on rank 0 and 52 on rank 1; every rank must see the whole dataset, "
         "Paceline splits it\n"

@@ -87,7 +87,7 @@ def finish(running: Running, folder: Path) -> Result:
     """Wait for a script, which must leave no process and no temporary file."""
     with running:
         result = running.wait(120.0)
-        running.wait_until_all_ended(20.0)
+        running.wait_until_all_ended()
     assert not list((folder / "temporary").iterdir()), result.all
     return result
 

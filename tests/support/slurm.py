@@ -143,7 +143,7 @@ class Slurm:
     def restore(self, node: str) -> None:
         """Start a node again after `power_off`."""
         _start_node(self.running, self, node)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while "down" in self.run("sinfo", "-h", "-N", "-n", node, "-o", "%T"):
             assert time.monotonic() < deadline, f"{node} does not come back"
             time.sleep(0.1)
@@ -307,7 +307,7 @@ def _cancel_all(slurm: Slurm) -> None:
 
 
 def _wait_until_ready(slurm: Slurm) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         with contextlib.suppress(AssertionError):
             if slurm.run("sinfo", "-h", "-N", "-p", "debug", "-o", "%T").split() == ["idle"] * len(NODES):

@@ -259,7 +259,7 @@ def test_an_unexpected_error_of_the_reader_ends_the_view(run, monkeypatch):
     monkeypatch.setattr(reader, "build", fail)
 
     async def scenario(app, pilot):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while app.error is None:
             assert time.monotonic() < deadline
             await pilot.pause(0.05)

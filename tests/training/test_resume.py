@@ -292,7 +292,7 @@ class PowerCut(StopMethod):
 
 def wait_until_unlocked(run: Path) -> None:
     """Wait until killed processes, which have no environment any more, have closed their files."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while RunFolder(run).is_locked():
         assert time.monotonic() < deadline, f"{run} is still locked"
         time.sleep(0.02)

@@ -21,7 +21,7 @@ from paceline.web.precedence import give_way
 give_way()
 try:
     print(os.getpid(), flush=True)
-    # Python sees a signal that came just before a call after it.
+    # Python sees a signal that comes just before a call only after the call, so this one is short
     while not select.select([sys.stdin], [], [], 0.1)[0]:
         pass
 except KeyboardInterrupt:
