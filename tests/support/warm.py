@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -47,6 +48,42 @@ WITH_RANKS = (
     "generate",
     "predict",
     "launcher",
+)
+# What commands and ranks import later, in functions. Together it takes longer than many commands.
+IMPORTED_LATER = (
+    "encodings.idna",
+    "numpy.ma",
+    "paceline.cli.options.launching",
+    "paceline.cli.options.plan_inputs",
+    "paceline.debug.diff",
+    "paceline.inspect.report.write",
+    "paceline.launch.check_launch",
+    "paceline.launch.evaluate_run",
+    "paceline.launch.launchers",
+    "paceline.launch.slurm.srun",
+    "paceline.parallel.data_parallel.shard_units",
+    "paceline.parallel.pipeline.buffers",
+    "paceline.parallel.tensor.apply",
+    "paceline.plan.report.explain",
+    "paceline.plan.report.plan",
+    "paceline.plan.search.ranking",
+    "paceline.plan.search.scaling",
+    "paceline.preflight.checks",
+    "paceline.report.figure_files",
+    "paceline.report.mlflow_process",
+    "paceline.report.profile",
+    "paceline.report.tensorboard.scalar_writer",
+    "paceline.training.checkpoint.stored",
+    "paceline.training.dry_run.checkpoint_size",
+    "paceline.training.evaluation.evaluate_checkpoint",
+    "paceline.training.planning.auto_plan",
+    "paceline.training.planning.replan",
+    "paceline.verify.run",
+    "rich.traceback",
+    "torch.distributed.checkpoint",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+    "typer.rich_utils",
 )
 POLL_S = 0.005
 
@@ -135,6 +172,8 @@ def _serve() -> None:
 
     for name in cli.COMMANDS:
         cli.load(name)
+    for name in IMPORTED_LATER:
+        importlib.import_module(name)
     weakref.finalize._registry.clear()  # type: ignore[attr-defined] (torch's take longer than most commands)
     gc.collect()
     gc.freeze()  # so that memory pages stay shared with children
