@@ -32,7 +32,7 @@ from paceline.training.optimizers import muon as muon_module
 from paceline.training.optimizers.muon_groups import build_muon
 from paceline.verify.run import Verification
 
-STEPS, BATCH = 20, 8
+STEPS, BATCH = 12, 8
 Options = Mapping[str, Any]
 State = dict[str, Any]
 
