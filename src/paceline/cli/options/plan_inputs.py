@@ -3,6 +3,9 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.cli.options.plan_options import Priced
     from paceline.cluster.facts import Cluster
     from paceline.plan.cost_model.framework_profiles import Recipe
     from paceline.plan.model.facts import ModelFacts
@@ -46,6 +49,17 @@ def find_cluster(name: str | None) -> "Cluster":
     from paceline.cluster import local_cluster
 
     return local_cluster.load_cluster()
+
+
+def list_clusters(machines: "Sequence[Priced]", peak: float | None) -> "list[Cluster]":
+    """Return the facts of each machine; of several, those of instances have the name of the instance."""
+    found = [with_peak(find_cluster(machine.cluster), peak) for machine in machines]
+    if len(machines) == 1:
+        return found
+    return [
+        cluster.model_copy(update={"name": machine.instance}) if machine.instance is not None else cluster
+        for machine, cluster in zip(machines, found, strict=True)
+    ]
 
 
 def with_peak(cluster: "Cluster", peak: float | None) -> "Cluster":

@@ -133,14 +133,9 @@ def plan(
         **{"interrupted-every": interrupted_every, "save-time": save_time, "search-time": search_time}
     )
     check_outputs(json, plot)
-    for option, value in {
-        "--interrupted-every": interrupted_every,
-        "--co2": co2,
-        "--compute-optimal": compute_optimal or None,
-        "--achieved": achieved,
-    }.items():
-        if value is not None and tokens is None:
-            raise SpecError(f"{option} requires the length of the training; add --tokens")
+    if tokens is None:
+        of_a_length = {"--interrupted-every": interrupted_every, "--co2": co2, "--achieved": achieved}
+        _require_length(of_a_length | {"--compute-optimal": compute_optimal or None})
     if save_time is not None and interrupted_every is None:
         raise SpecError("--save-time requires --interrupted-every")
     machines = read_prices(instance or [], cluster or [], price, ranks, currency)
@@ -172,55 +167,53 @@ def plan(
         print_parts(*_estimate(query, achieved, tokens, ranks, machines[0]), *notes)
         return
 
-    from dataclasses import replace
-
-    from paceline.cli.options.plan_inputs import find_cluster, with_peak
-    from paceline.plan.cost_model.interruptions import Interruptions, guess_save_s
+    from paceline.cli.options.plan_inputs import list_clusters
     from paceline.plan.search.best_plans import find_best_plans
     from paceline.plan.search.constraints import parse_constraints
 
     constraints = parse_constraints(where) if where is not None else ()
     measured = None
     if measure is not None:
-        if target is None:
-            raise SpecError("--measure requires a task to train, and --model is not one; name a task")
         _refuse("--measure trains under the best plans", {"--plan": plan, "--peak": peak})
         measured = _measure(target, measure, ranks, machines[0].cluster, batch, precision, set, constraints)
-    clusters = [with_peak(find_cluster(machine.cluster), peak) for machine in machines]
+    clusters = list_clusters(machines, peak)
     measured_on = clusters[0] if measure_compute else None
     query = read_query(target, model, batch, seq, precision, set, measured_on, lora, system)
     results = []
-    for (_, device_price, unit, label), machine in zip(machines, clusters, strict=True):
-        if label is not None and len(machines) > 1:
-            machine = machine.model_copy(update={"name": label})
+    for priced, cluster_facts in zip(machines, clusters, strict=True):
         found = find_best_plans(
             query.facts,
-            machine,
+            cluster_facts,
             query.batch,
             plan,
             query.recipe,
             ranks,
             tokens,
-            device_price,
+            priced.price,
             others=explain or plot is not None,
             where=constraints,
             search_s=search_time,
         )
-        if measured is not None:
-            found = measured.rank(found)
-        if query.spec is not None and query.task is not None:
-            from paceline.training.planning.auto_plan import drop_refused
-
-            found = drop_refused(found, query.spec, query.task, top)
-        interruptions = None
-        if interrupted_every is not None:
-            interruptions = Interruptions(
-                3600 * interrupted_every, save_time or guess_save_s(query.facts.params, machine.nodes)
-            )
-        results.append(replace(found, co2_g_per_kWh=co2, interruptions=interruptions, currency=unit))
+        found = _keep_trainable(found if measured is None else measured.rank(found), query, top)
+        results.append(found.with_costs(priced.currency, co2, interrupted_every, save_time))
     notes = _compare_allocation(query, tokens) if compute_optimal else []
     _show(results, top, target, explain, json, plot, measured)
     print_parts(*notes)
+
+
+def _require_length(options: Mapping[str, object]) -> None:
+    """Raise SpecError for the first of these options that is given, without the length of the training."""
+    if given := next((name for name, value in options.items() if value is not None), None):
+        raise SpecError(f"{given} requires the length of the training; add --tokens")
+
+
+def _keep_trainable(found: "BestPlans", query: "PlanQuery", top: int) -> "BestPlans":
+    """Return the plans without those that train refuses, if a task is planned."""
+    if query.spec is None or query.task is None:
+        return found
+    from paceline.training.planning.auto_plan import drop_refused
+
+    return drop_refused(found, query.spec, query.task, top)
 
 
 def _refuse(reason: str, options: Mapping[str, object]) -> None:
@@ -281,7 +274,7 @@ def _show(
 
 
 def _measure(
-    target: str,
+    target: str | None,
     count: int,
     ranks: int | None,
     cluster: str | None,
@@ -291,6 +284,8 @@ def _measure(
     where: "Sequence[Constraint]",
 ) -> "MeasuredPlans":
     """Train shortly under the best plans, print what was measured, and return it."""
+    if target is None:
+        raise SpecError("--measure requires a task to train, and --model is not one; name a task")
     from paceline.cli.options.short_runs import measure_best_plans, read_short_request
 
     request = read_short_request(target, batch, precision, set or [], cluster)

@@ -26,11 +26,11 @@ from paceline.cli.options.request_options import Json
 from paceline.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from paceline.launch.slurm.queue import QueueEstimate
     from paceline.plan.model.facts import ModelFacts
-    from paceline.plan.search.scaling import ScalingPoint, TrainableFilter
+    from paceline.plan.search.scaling import Scaling, ScalingPoint, TrainableFilter
     from paceline.spec import Spec
     from paceline.task import Task
 
@@ -108,7 +108,6 @@ def scale(
     from paceline.cli.options.plan_options import (
         check_outputs,
         check_positive,
-        print_parts,
         read_price,
         read_query,
     )
@@ -125,27 +124,16 @@ def scale(
     counts = parse_counts(ranks) if ranks is not None else ()
     measured = None
     if measure is not None:
-        if target is None:
-            raise SpecError("--measure requires a task to train, and --model is not one; name a task")
-        for_predictions: dict[str, object] = {
-            "--plot": plot,
-            "--tokens": tokens,
-            "--epochs": epochs,
-            "--steps": steps,
-            "--price": price,
-            "--instance": instance,
-            "--peak": peak,
-            "--queue": queue,
-        }
-        if ranks is None and (
-            given := next((name for name in for_predictions if for_predictions[name]), None)
-        ):
-            raise SpecError(f"{given} is for predictions, and --measure alone makes none; add --ranks")
-        measured = _measure(target, measure, plan, launcher, cluster, batch, precision, set or [], efficiency)
         if ranks is None:
-            if json is not None:
-                _write_json(json, {"measured": measured})
-            return
+            _refuse_predictions(
+                {"--plot": plot, "--tokens": tokens, "--epochs": epochs, "--steps": steps, "--price": price}
+                | {"--currency": currency, "--instance": instance, "--peak": peak, "--queue": queue}
+            )
+        measured = _measure(target, measure, plan, launcher, cluster, batch, precision, set or [], efficiency)
+    if ranks is None:
+        if json is not None:
+            _write_json(json, {"measured": measured})
+        return
     if target is None and (epochs or steps):
         raise SpecError("--epochs and --steps require a task, got --model; use --tokens")
     cluster, price, unit, _ = read_price(instance, cluster, price, max(counts), currency)
@@ -153,8 +141,6 @@ def scale(
     if target is not None and tokens is None:
         tokens = _count_tokens(target, query.batch, epochs, steps, set or [], query.facts)
 
-    from paceline.launch.slurm.queue import build_queue_parts, queue_as_tree
-    from paceline.plan.report.scale import as_tree, build_tables, heading, list_findings
     from paceline.plan.search.scaling import predict_scaling
 
     result = predict_scaling(
@@ -169,6 +155,28 @@ def scale(
         unit,
     )
     estimates = _ask_queue(result.strong.points, queue, is_here=cluster is None)
+    _show(result, estimates, measured, efficiency, json, plot)
+
+
+def _refuse_predictions(options: "Mapping[str, object]") -> None:
+    """Raise SpecError for the first of these options of predictions that is given."""
+    if given := next((name for name, value in options.items() if value), None):
+        raise SpecError(f"{given} is for predictions, and --measure alone makes none; add --ranks")
+
+
+def _show(
+    result: "Scaling",
+    estimates: "list[QueueEstimate]",
+    measured: dict[str, Any] | None,
+    efficiency: float,
+    json: Path | None,
+    plot: Path | None,
+) -> None:
+    """Print the predictions, and write JSON and picture."""
+    from paceline.cli.options.plan_options import print_parts
+    from paceline.launch.slurm.queue import build_queue_parts, queue_as_tree
+    from paceline.plan.report.scale import as_tree, build_tables, heading, list_findings
+
     if json is not None:
         tree = as_tree(result, efficiency) | ({"measured": measured} if measured else {})
         _write_json(json, tree | ({"queue": queue_as_tree(estimates)} if estimates else {}))
@@ -182,7 +190,7 @@ def scale(
 
 
 def _measure(
-    target: str,
+    target: str | None,
     counts: str,
     plan: str | None,
     launcher: str | None,
@@ -193,6 +201,8 @@ def _measure(
     efficiency: float,
 ) -> dict[str, Any]:
     """Train shortly, print what was measured, and return it as JSON."""
+    if target is None:
+        raise SpecError("--measure requires a task to train, and --model is not one; name a task")
     from paceline.cli.options.short_runs import measure_counts, read_short_request
     from paceline.short_runs.report import as_tree
 

@@ -8,7 +8,7 @@ from paceline.errors import PlanError
 from paceline.plan.cost_model.cost import CURRENCY, Bill, Cost, compute_bill
 from paceline.plan.cost_model.defaults import add_assumptions
 from paceline.plan.cost_model.framework_profiles import Recipe
-from paceline.plan.cost_model.interruptions import Interruptions
+from paceline.plan.cost_model.interruptions import Interruptions, guess_save_s
 from paceline.plan.cost_model.predict import predict
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import Plan, parse
@@ -44,6 +44,20 @@ class BestPlans:
     def pool(self) -> list[tuple[Plan, Cost]]:
         """All plans that are known to fit, fastest first."""
         return self.plans if self.others is None else self.others
+
+    def with_costs(
+        self,
+        currency: str,
+        co2_g_per_kWh: float | None = None,
+        interrupted_every_h: float | None = None,
+        save_s: float | None = None,
+    ) -> "BestPlans":
+        """Return the same plans with what their bills include; save_s: of a checkpoint [default: a guess]."""
+        interruptions = None
+        if interrupted_every_h is not None:
+            guess = save_s or guess_save_s(self.facts.params, self.cluster.nodes)
+            interruptions = Interruptions(3600 * interrupted_every_h, guess)
+        return replace(self, currency=currency, co2_g_per_kWh=co2_g_per_kWh, interruptions=interruptions)
 
     def bill(self, cost: Cost) -> Bill | None:
         """Return the bill of the whole training, or None if its tokens are not specified."""
