@@ -192,7 +192,9 @@ TORCH = {
 }
 RECIPES = {
     "adamw": Optimizer(lr=1e-2, weight_decay=0.1),
+    "adamw-amsgrad": Optimizer(lr=1e-2, betas=(0.7, 0.9), eps=1e-4, amsgrad=True),
     "sgd": Optimizer(name="sgd", lr=0.05, dampening=0.1),
+    "sgd-no-momentum": Optimizer(name="sgd", lr=0.1, momentum=0.0, weight_decay=0.1),
     "sgd-nesterov": Optimizer(name="sgd", lr=0.05, nesterov=True, weight_decay=0.1),
     "adam": Optimizer(name="adam", lr=1e-2, weight_decay=0.1, amsgrad=True),
     "adamax": Optimizer(name="adamax", lr=1e-2, betas=(0.8, 0.9)),
@@ -203,7 +205,9 @@ RECIPES = {
         name="radam", lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, decoupled_weight_decay=True
     ),
     "adagrad": Optimizer(name="adagrad", lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1),
+    "adagrad-decay": Optimizer(name="adagrad", lr=0.1, eps=1e-3, weight_decay=0.1),
     "adadelta": Optimizer(name="adadelta", lr=1.0, weight_decay=0.01),
+    "adadelta-rho": Optimizer(name="adadelta", lr=5.0, rho=0.5, eps=1e-4),
     "rmsprop": Optimizer(name="rmsprop", lr=1e-2, momentum=0.5, centered=True),
     "rmsprop-decay": Optimizer(name="rmsprop", lr=1e-2, alpha=0.9, momentum=0.5, weight_decay=0.1),
     "rprop": Optimizer(name="rprop", lr=1e-2, etas=(0.6, 1.1), step_sizes=(1e-5, 0.5)),
@@ -225,7 +229,19 @@ RECIPES = {
     "plain_adafactor": Optimizer(
         name="adafactor", lr=0.02, scale_parameter=False, relative_step=False, clip_threshold=1.1
     ),
+    "adafactor-slow": Optimizer(
+        name="adafactor", lr=0.1, relative_step=False, beta2_decay=-0.5, clip_threshold=1.5
+    ),
+    "adafactor-no-scale": Optimizer(name="adafactor", lr=0.1, scale_parameter=False),
     "muon": Optimizer(name="muon", lr=0.02, weight_decay=0.1, ns_precision="full"),
+    "muon-coefficients": Optimizer(
+        name="muon",
+        lr=0.02,
+        ns_precision="full",
+        ns_coefficients=(2.0, -1.5, 0.5),
+        betas=(0.8, 0.9),
+        eps=1e-4,
+    ),
     "muon-fused": Optimizer(
         name="muon",
         lr=0.02,

@@ -135,18 +135,30 @@ def test_groups_equal_those_by_hand(name: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("plan", ["zero1", "zero3", "pp=2,microbatches=2"])
-def test_groups_are_the_same_under_every_plan(plan: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "plan"),
+    [
+        (2, "zero1"),
+        (2, "zero3"),
+        (2, "pp=2,microbatches=2"),
+        *(
+            pytest.param(size, plan, marks=pytest.mark.slow)
+            for size, plan in ((2, "ddp"), (2, "zero2"), (2, "tp=2"), (4, "hsdp"), (4, "dp=2,tp=2,zero=3"))
+        ),
+    ],
+)
+def test_groups_are_the_same_under_every_plan(size: int, plan: str) -> None:
     optimizer = Optimizer(
         name="lamb",
         lr=0.01,
         weight_decay=0.1,
         no_decay="bias",
         no_trust="0.*",
-        groups={"4.*": ParamGroup(lr_scale=3.0)},
+        groups={"2.*": ParamGroup(lr_scale=3.0)},
     )
     spec = Spec(steps=5, batch=8, seed=3, precision="fp64", optimizer=optimizer)
-    assert differences_from_single(2, plan, models.Points(), spec) == []
+    task = models.Tempered() if "tp" in plan else models.Points()  # whose sizes tp divides
+    assert differences_from_single(size, plan, task, spec) == []
 
 
 def test_trust_of_a_group() -> None:
