@@ -122,7 +122,7 @@ def lion(w: Tensor, g: Tensor, state: State, t: int, o: Options) -> None:
 
 
 def plain_adafactor(w: Tensor, g: Tensor, state: State, t: int, o: Options) -> None:
-    """Without the step relative to 1/√t and without the scale of the weights."""
+    """Also without the step relative to 1/√t, and without the scale of the weights."""
     beta = 1 - t ** o["beta2_decay"]
     if w.dim() < 2:
         state["v"] = beta * state.get("v", 0) + (1 - beta) * g * g
@@ -133,7 +133,10 @@ def plain_adafactor(w: Tensor, g: Tensor, state: State, t: int, o: Options) -> N
         row = state["r"] / state["r"].mean(-1, keepdim=True)
         variance = torch.einsum("...i,...j->...ij", row, state["c"])
     update = g / variance.sqrt()
-    w -= o["lr"] * update / max(1.0, float(update.square().mean().sqrt()) / o["clip_threshold"])
+    lr = min(o["lr"], 1 / math.sqrt(t)) if o["relative_step"] else o["lr"]
+    if o["scale_parameter"]:
+        lr *= max(o["eps2"], float(w.square().mean().sqrt()))
+    w -= lr * update / max(1.0, float(update.square().mean().sqrt()) / o["clip_threshold"])
 
 
 def newton_schulz(g: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
@@ -267,7 +270,8 @@ def train_by_hand(recipe: str) -> dict[str, np.ndarray]:
     model, data, spec = Mixed().model().double(), Mixed().dataset("train").columns, RECIPES[recipe]
     x, y = data["x"].double(), data["y"].double()
     options = {"lr": spec.lr, "weight_decay": spec.weight_decay, **spec.options}
-    update = BY_HAND.get(recipe if recipe == "plain_adafactor" else spec.name)
+    has_options = spec.name == "adafactor" and recipe != "adafactor"  # that torch's does not have
+    update = BY_HAND.get("plain_adafactor" if has_options else spec.name)
     states: list[State] = [{} for _ in model.parameters()]
     theirs = None
     if update is None:
