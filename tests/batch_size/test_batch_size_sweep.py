@@ -101,8 +101,9 @@ def test_planner_and_curve_together() -> None:
     """A small Bcrit wants a small batch for price, and a large one for time on many ranks."""
     curve = fit_curve([Measurement(b, 1e6 * (1 + b / 256)) for b in (16, 32, 64, 128, 256, 512)])
     facts, cluster = load_model("gpt2"), find("h100:8@50")
-    choices = list_choices(curve, facts, None, cluster, (16, 64, 256, 1024), (1, 8), None, 2.0)
+    choices = list_choices(curve, facts, None, cluster, (16, 64, 256, 1024), (1, 8), None, 2.0, "EUR")
     best = pick_best(choices)
+    assert {choice.bill.currency for choice in choices} == {"EUR"}
     assert best["price"].bill.price == min(choice.bill.price for choice in choices)
     assert best["time"].ranks == 8
     assert best["price"].batch <= best["time"].batch

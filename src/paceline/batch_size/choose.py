@@ -7,7 +7,7 @@ from paceline.batch_size.convergence import ConvergenceCurve, Interval
 from paceline.batch_size.result import BatchResult
 from paceline.cluster.facts import Cluster
 from paceline.errors import PlanError
-from paceline.plan.cost_model.cost import Bill
+from paceline.plan.cost_model.cost import CURRENCY, Bill
 from paceline.plan.cost_model.framework_profiles import Recipe
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.search.best_plans import bill_training, find_best_plans
@@ -43,16 +43,18 @@ def list_choices(
     ranks: Sequence[int],
     plan: str | None,
     price: float | None,
+    currency: str = CURRENCY,
 ) -> list[Choice]:
     """Return the fastest plan for each batch and number of ranks, the shortest training first.
 
-    plan: predict this plan alone. price: of a device's hour. Combinations that are not possible are left out.
+    plan: predict this plan alone. price: of a device's hour, in `currency`. Combinations that are not
+    possible are left out.
     """
     found = [
         choice
         for batch in batches
         for count in ranks
-        for choice in _choose(curve, facts, recipe, cluster, batch, count, plan, price)
+        for choice in _choose(curve, facts, recipe, cluster, batch, count, plan, price, currency)
     ]
     return sorted(found, key=lambda choice: choice.seconds.value)
 
@@ -66,6 +68,7 @@ def _choose(
     ranks: int,
     plan: str | None,
     price: float | None,
+    currency: str,
 ) -> Iterator[Choice]:
     try:
         best = find_best_plans(facts, cluster, batch, plan, recipe, ranks)
@@ -74,7 +77,8 @@ def _choose(
     chosen, cost = best.plans[0]
     samples = curve.predict(batch)
     steps = Interval(samples.value / batch, samples.low / batch, samples.high / batch)
-    bill = bill_training(best.cluster, cost, ranks, steps.value * cost.time.tokens, price)
+    tokens = steps.value * cost.time.tokens
+    bill = bill_training(best.cluster, cost, ranks, tokens, price, currency=currency)
     assert bill is not None
     relative = ((steps.high / steps.value - 1) ** 2 + cost.time.error**2) ** 0.5
     seconds = Interval(bill.seconds, bill.seconds / (1 + relative), bill.seconds * (1 + relative))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from paceline.cli.options.plan_options import ClusterName, Plot, Price
+from paceline.cli.options.plan_options import ClusterName, Currency, Plot, Price, Priced, read_price
 from paceline.cli.options.request_options import Json, TrainingRequest, with_request_options
 from paceline.errors import LaunchError, SpecError
 from paceline.run import RUNS
@@ -75,6 +75,7 @@ def batch_size(
         ),
     ] = None,
     price: Price = None,
+    currency: Currency = None,
     plot: Plot = None,
     json: Json = None,
 ) -> None:
@@ -96,6 +97,7 @@ def batch_size(
     from paceline.files import write_whole
 
     check_outputs(json, plot)
+    priced = read_price(None, cluster, price, None, currency)
     sweep, facts, samples = _prepare(request, batches, until, source, tune, evaluate_samples)
     sweep.open()
     console = Console(highlight=False, emoji=False)
@@ -106,7 +108,7 @@ def batch_size(
     console.print(build_table(results, curve))
     for line in list_findings(results, sweep.target, curve):
         console.print(line, markup=False, soft_wrap=True)
-    best = _choose(sweep, facts, curve, results, cluster, most_ranks, price) if curve is not None else {}
+    best = _choose(sweep, facts, curve, results, priced, most_ranks) if curve is not None else {}
     for line in describe_choices(best, sweep.batches):
         console.print(line, markup=False, soft_wrap=True)
     _print_published(console, facts, samples)
@@ -209,9 +211,8 @@ def _choose(
     facts: "ModelFacts",
     curve: "ConvergenceCurve",
     results: "list[BatchResult]",
-    cluster: str | None,
+    priced: Priced,
     most_ranks: int | None,
-    price: float | None,
 ) -> "dict[str, Choice]":
     """Return the best choices that the planner predicts for the cluster."""
     from paceline.batch_size.choose import find_candidates, list_choices, pick_best
@@ -219,15 +220,16 @@ def _choose(
     from paceline.plan.cost_model.optimizer_state import recipe_of_request
     from paceline.task import has_own_optimizer, load_task
 
-    machine = find_cluster(cluster)
+    machine = find_cluster(priced.cluster)
     own = sweep.launch.ranks or 1
     most = most_ranks or max(own, machine.devices)
     ranks = sorted({own, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
     recipe = recipe_of_request(
         sweep.spec, facts, has_own_optimizer(load_task(sweep.spec.task, sweep.spec.set))
     )
+    batches = find_candidates(results)
     return pick_best(
-        list_choices(curve, facts, recipe, machine, find_candidates(results), ranks, None, price)
+        list_choices(curve, facts, recipe, machine, batches, ranks, None, priced.price, priced.currency)
     )
 
 
