@@ -433,7 +433,6 @@ def test_own_optimizers_equal_a_loop_by_hand(plan: str) -> None:
         (2, "pp=2,microbatches=2"),
         (2, "ddp"),
         (2, "zero2"),
-        (2, "cp=2"),
         (4, "zero3"),
         (4, "zero1"),
         (4, "hsdp"),
