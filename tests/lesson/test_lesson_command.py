@@ -233,6 +233,15 @@ def test_code_is_broken_in_brackets_only():
         "x, whole = torch.zeros(2), torch.tensor([[10.0 * part, 10.0 * part + 1]",
         "    for part in range(size)])",
     ]
+    line = (
+        'table("First row", {"one process": [weight.grad[0] for weight in weights], '
+        '"all": [first for first in firsts]})'
+    )
+    assert wrap_code(line).splitlines() == [
+        'table("First row",',
+        '    {"one process": [weight.grad[0] for weight in weights],',
+        '    "all": [first for first in firsts]})',
+    ]
     for whole in ("a = 1", f"text = '{'word, ' * 20}'", f"first = {'value + ' * 12}1, 2"):
         assert wrap_code(whole) == whole
 

@@ -97,12 +97,12 @@ def wrap_code(code: str) -> str:
 
     The result is the same program. Long strings and comments stay as they are.
     """
-    places: dict[int, list[int]] = {}  # columns before which a line may be broken
+    places: dict[int, list[tuple[int, int]]] = {}  # depth, and column before which a line may be broken
     depth = strings = 0
     before = ""
     for token in tokenize.generate_tokens(io.StringIO(code).readline):
         if depth and not strings and (before == "," or token.string in BREAKS):
-            places.setdefault(token.start[0], []).append(token.start[1])
+            places.setdefault(token.start[0], []).append((depth, token.start[1]))
         kind, before = tokenize.tok_name[token.type], token.string
         strings += (kind == "FSTRING_START") - (kind == "FSTRING_END")  # since Python 3.12
         if kind == "OP":
@@ -111,13 +111,15 @@ def wrap_code(code: str) -> str:
     return "\n".join(_break(line, places.get(number, [])) for number, line in enumerate(lines, 1))
 
 
-def _break(line: str, places: list[int]) -> str:
+def _break(line: str, places: list[tuple[int, int]]) -> str:
+    """Return the line with breaks in the outermost brackets, and there as late as possible."""
     indent = len(line) - len(line.lstrip()) + 4
     parts, begin, room = [], 0, WIDTH - 4  # of the indent of the block
-    for place, following in itertools.pairwise([*places, len(line)]):
-        if following - begin > room and len(line) - begin > room and place > begin:
-            parts.append(line[begin:place].rstrip())
-            begin, room = place, WIDTH - 4 - indent
+    while len(line) - begin > room and (left := [place for place in places if place[1] > begin]):
+        fitting = [place for place in left if len(line[begin : place[1]].rstrip()) <= room]
+        _, place = min(fitting, key=lambda place: (place[0], -place[1])) if fitting else left[0]
+        parts.append(line[begin:place].rstrip())
+        begin, room = place, WIDTH - 4 - indent
     return f"\n{' ' * indent}".join([*parts, line[begin:]])
 
 
