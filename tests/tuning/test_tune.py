@@ -93,6 +93,11 @@ def test_best_trial_is_shown_and_can_be_trained_again(study):
 
 def test_finished_study_does_nothing_when_resumed(study):
     before = (study / "events.jsonl").read_bytes()
+    again = paceline(*STUDY, *LENGTH, "--run-dir", "s", at=study.parent)
+    assert (again.status, again.err) == (
+        2,
+        "paceline: s already exists; choose another --run-dir (to continue it: paceline tune s --resume)\n",
+    )
     succeed("tune", study, "--resume", at=study.parent)
     assert (study / "events.jsonl").read_bytes() == before
     for words, sentence in (
@@ -356,7 +361,10 @@ def test_trials_that_violate_a_bound_never_start(tmp_path):
     }
     bound = (counts[8] + counts[12]) // 2
     words = ("--grid", "width=4,8,12", "--where", f"parameters<{bound}", "--metric", "min predicted.memory")
-    succeed("tune", "my.py:Regression", *words, *LENGTH, "--run-dir", "s", at=tmp_path)
+    words += ("--metric", "min loss")
+    printed = succeed("tune", "my.py:Regression", *words, *LENGTH, "--run-dir", "s", at=tmp_path).out
+    assert "\nbest in predicted.memory: trial 0: " in printed
+    assert printed.endswith("\nall trials of the Pareto front: paceline show s\n")
     trials = read_state(tmp_path / "s" / "events.jsonl").trials
     assert [trial.state for trial in trials.values()] == ["complete", "complete", "refused"]
     assert [trial.predicted.get("parameters") for trial in trials.values()] == [counts[4], counts[8], None]

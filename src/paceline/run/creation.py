@@ -110,5 +110,9 @@ def _cannot_create(path: Path, error: OSError) -> RunError:
 
 
 def _exists(path: Path) -> RunError:
-    hint = f"to continue it: paceline resume {path}" if (path / "spec.toml").exists() else "it is not a run"
+    hint = "it is not a run"
+    if (path / "spec.toml").exists():
+        hint = f"to continue it: paceline resume {path}"
+    elif (path / "study.toml").exists():
+        hint = f"to continue it: paceline tune {path} --resume"
     return RunError(f"{path} already exists; choose another --run-dir ({hint})")

@@ -104,8 +104,11 @@ def _run(folder: "StudyFolder", definition: "StudyDefinition", executor: "Execut
             best = write_best(folder, controller.definition, controller.state)
             print(count_states(controller.state))
         if best is not None:
-            print(f"best: {format_trial(definition, best)}")
+            names = [objective.name for objective in definition.objectives]
+            print(f"best{f' in {names[0]}' if len(names) > 1 else ''}: {format_trial(definition, best)}")
             print(f"train it again with: paceline train {folder.best}")
+            if len(names) > 1:
+                print(f"all trials of the Pareto front: paceline show {folder.path}")
         elif is_over and definition.search.scheduler in ("asha", "hyperband"):
             search = definition.search
             print(
