@@ -11,6 +11,7 @@ from paceline.cluster.facts import Fact, Link, Overlap, Rate
 from paceline.cluster.published import find
 from paceline.errors import PlanError
 from paceline.plan.cost_model.block_communication import rank_group
+from paceline.plan.cost_model.calibration import Calibration
 from paceline.plan.cost_model.compute_time import product_s
 from paceline.plan.cost_model.constants import CONSTANTS
 from paceline.plan.cost_model.cost import (
@@ -369,3 +370,12 @@ def test_tensor_cores_round_float32() -> None:
         whole, rounded = (predict(model, parse("ddp"), find(f"{device}:8"), 64, each) for each in recipes)
         assert (rounded.step_s < 0.8 * whole.step_s) is is_faster
         assert rounded.memory == whole.memory
+
+
+def test_what_no_profiled_run_had_is_named() -> None:
+    profiled = Calibration({}, frozenset({"products", "engines"}), 2)
+    assert profiled.beyond(("products", "engines"), 2) == ()
+    assert profiled.beyond(("products", "computed again"), 4) == (
+        'no profiled run here had the part "computed again" of a step',
+        "4 ranks are more than the 2 of any run here",
+    )

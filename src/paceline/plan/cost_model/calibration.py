@@ -50,7 +50,8 @@ class Calibration:
     def beyond(self, parts: Iterable[str], ranks: int) -> tuple[str, ...]:
         """Return sentences about what a prediction has that no run had."""
         unseen = [part for part in parts if part not in self.parts]
-        sentences = [f"no profiled run here had {' or '.join(unseen)}"] if unseen else []
+        names = " or ".join(f'"{part}"' for part in unseen)
+        sentences = [f"no profiled run here had the part {names} of a step"] if unseen else []
         return (
             *sentences,
             *(
