@@ -122,9 +122,11 @@ def test_a_process_that_sees_an_instance_is_not_planned_with_a_whole_gpu(tmp_pat
         build_cluster(machine(accelerators=rows, visible=("MIG-other",)))
 
 
-def test_a_gpu_with_a_similar_name_has_no_peaks():
-    """An A800 has two thirds of the links of an A100, and is not published."""
-    assert {row.sheet for row in gpus.parse_nvidia(recorded("nvidia-smi-query-8xA800.csv"))} == {None}
+def test_a_gpu_with_a_similar_name_has_no_peaks_of_another():
+    """An A800 has two thirds of the links of an A100."""
+    text = recorded("nvidia-smi-query-8xA800.csv")
+    assert {row.sheet for row in gpus.parse_nvidia(text)} == {"a800"}
+    assert {row.sheet for row in gpus.parse_nvidia(text.replace("A800", "A900"))} == {None}
     assert {row.sheet for row in gpus.parse_amd(recorded("rocm-smi-2xMI250.json"))} == {None}
 
 
