@@ -174,8 +174,13 @@ def test_grid_needs_steps():
         ([("x", "1,2 if y>1"), ("y", "1,2 if x>1")], "refers to itself"),
         ([("x", "1,2 if y>8"), ("y", "int:1:8")], "its condition y>8 never holds, since y is int:1:8:1"),
         ([("x", "1,2 if y==2"), ("y", "int:1:8:2")], "its condition y==2 never holds, since y is int:1:7:2"),
+        (
+            [("x", "1,2 if y>>2"), ("y", "int:1:8")],
+            "a condition must be PARAMETER, one of <=, >=, ==, !=, <, >, and",
+        ),
+        ([("x", "int:1:3 if y>"), ("y", "int:1:8")], "and a value, such as x=int:1:8 if width>64"),
     ],
-    ids=["unknown", "circle", "never", "step"],
+    ids=["unknown", "circle", "never", "step", "shift", "no value"],
 )
 def test_wrong_conditions_are_refused(parameters, sentence):
     with pytest.raises(SpecError, match=sentence):

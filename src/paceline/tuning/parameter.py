@@ -18,7 +18,8 @@ OPERATORS = {
     "<": lambda left, right: left < right,
     ">": lambda left, right: left > right,
 }
-CONDITION = re.compile(r"(.+?)\s+if\s+([\w.]+)\s*(<=|>=|==|!=|<|>|=)\s*(\S.*)", re.DOTALL)
+CONDITION = re.compile(r"(.+?)\s+if\s+([\w.]+)\s*(<=|>=|==|!=|<|>|=)\s*([^\s<>=!].*)", re.DOTALL)
+BEGUN_CONDITION = re.compile(r"\s+if\s+[\w.]+\s*[<>=!]")
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 RANGE = re.compile(rf"(?:([A-Za-z-]+):)?({NUMBER}):({NUMBER})(?::({NUMBER}))?")
 FORMS = "int:LOW:HIGH[:STEP], float:LOW:HIGH[:STEP], log:LOW:HIGH or A,B,C"
@@ -143,7 +144,7 @@ def parse_parameter(name: str, key: str, annotation: Any, text: Any) -> Paramete
     if not isinstance(text, str):
         choices = tuple(text) if isinstance(text, list) else (text,)
         return _choice(name, key, choices, None)
-    text, condition = _split_condition(text.strip())
+    text, condition = _split_condition(name, text.strip())
     match = RANGE.fullmatch(text)
     if match is None:
         word, colon, rest = text.partition(":")
@@ -156,9 +157,14 @@ def parse_parameter(name: str, key: str, annotation: Any, text: Any) -> Paramete
     return _range(name, key, annotation, match, condition)
 
 
-def _split_condition(text: str) -> tuple[str, ParameterCondition | None]:
+def _split_condition(name: str, text: str) -> tuple[str, ParameterCondition | None]:
     match = CONDITION.fullmatch(text)
     if match is None:
+        if BEGUN_CONDITION.search(text):
+            raise SpecError(
+                f"--space {name}={abbreviate(text, str)}: a condition must be PARAMETER, one of "
+                f"{', '.join(OPERATORS)}, and a value, such as {name}=int:1:8 if width>64"
+            )
         return text, None
     operator = "==" if match[3] == "=" else match[3]
     return match[1], ParameterCondition(match[2], operator, parse_value(match[4].strip()))
