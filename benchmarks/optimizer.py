@@ -28,7 +28,7 @@ BATCH = 256
 TORCH = "torch AdamW, fused"
 # Optimizers whose update of an element needs no other element
 ELEMENTWISE = ("adamw", "adam", "sgd", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta")
-COMPILED = ("lion", "nadam", "adamax", "adadelta")
+COMPILED = ("lion", "nadam", "adamax", "adadelta", "lamb")
 WITH_NORMS = {"lamb": Lamb, "lars": Lars}
 
 

@@ -4,14 +4,16 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from paceline.training.optimizers.compiled import approach_
 from paceline.training.optimizers.elementwise import subtract_adam_
-from paceline.training.optimizers.pieces import Piece, Scratch, iterate_pieces
+from paceline.training.optimizers.pieces import iterate_pieces, multiply_into
 from paceline.training.optimizers.whole_tensor import (
     GroupTensors,
     Rounds,
-    SquareSums,
     WholeTensorOptimizer,
+    squares,
     subtract_,
     trust_ratios,
 )
@@ -58,31 +60,56 @@ class Lamb(WholeTensorOptimizer):
         decay = options["weight_decay"]
         is_adapted = options["trust"] and (options["convention"] != "timm" or decay)
         moments, steps = (tensors.moments("exp_avg"), tensors.moments("exp_avg_sq")), tensors.count_steps()
-        updates_of_pieces: list[Piece] = []
-        sums = SquareSums(tensors.weights, 2)
-        # Kept until the next step. New memory for all updates would cost more than their computation.
-        memory: list[Scratch] = vars(self).setdefault("_memory", {}).setdefault(tensors.params[0], [])
-        pieces = iterate_pieces(tensors.weights, tensors.grads, *moments, keys=steps)
-        for number, (at, (weights, grads, firsts, seconds)) in enumerate(pieces):
-            if number == len(memory):
-                memory.append(Scratch())
-            updates = memory[number].multiply(weights, decay)
+        updates, (beta1, beta2) = self._memory_of_updates(tensors), options["betas"]
+        for at, piece in iterate_pieces(
+            tensors.weights, tensors.grads, *moments, updates, keys=steps, whole_from=self.whole_from
+        ):
+            step = steps[at[0]] if options["bias_correction"] else math.inf
+            root = math.sqrt(1 - beta2**step)
+            numbers = decay, 1 - beta1, 1 - beta2, 1 - beta1**step, 1 / root, options["eps"]
+            if self._update_compiled(update_lamb, piece, *numbers):
+                continue
+            weights, grads, firsts, seconds, parts = piece
+            multiply_into(parts, weights, decay)
             subtract_adam_(
-                updates,
-                grads,
-                firsts,
-                seconds,
-                lr=-1.0,
-                betas=options["betas"],
-                eps=options["eps"],
-                step=steps[at[0]] if options["bias_correction"] else math.inf,
+                parts, grads, firsts, seconds, lr=-1.0, betas=options["betas"], eps=options["eps"], step=step
             )
-            updates_of_pieces.append((at, [weights, updates]))
-            if is_adapted:
-                sums.add(at, weights, updates)
         ratios = torch.ones(len(steps), dtype=torch.float64, device=tensors.weights[0].device)
         if is_adapted:
-            totals = torch.stack((yield sums.by_tensor()))
+            totals = torch.stack((yield squares(tensors.weights, updates)))
             of_weights, of_updates = totals.sqrt().unbind(1)
             ratios = trust_ratios(of_weights, of_updates, options["trust_clip"])
-        subtract_(updates_of_pieces, options["lr"] * ratios)
+        subtract_(tensors.weights, updates, options["lr"] * ratios)
+
+    def _memory_of_updates(self, tensors: GroupTensors) -> list[Tensor]:
+        """Return tensors like the weights. A CPU keeps them for the next step.
+
+        New memory for all updates would cost more there than their computation.
+        """
+        kept: dict[nn.Parameter, Tensor] = vars(self).setdefault("_memory", {})
+        found = []
+        for parameter, weight in zip(tensors.params, tensors.weights, strict=True):
+            memory = kept.get(parameter)
+            if memory is None or _kind(memory) != _kind(weight):
+                memory = torch.empty_like(weight)
+            if weight.device.type == "cpu":
+                kept[parameter] = memory
+            found.append(memory)
+        return found
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def update_lamb(
+    weights: Tensor, grads: Tensor, firsts: Tensor, seconds: Tensor, updates: Tensor, numbers: Tensor
+) -> None:
+    """Compute the updates and moments of a tensor. To be compiled.
+
+    numbers: weight decay, 1 - β₁, 1 - β₂, 1 - β₁ᵗ, 1 / √(1 - β₂ᵗ), ε.
+    """
+    decay, rate1, rate2, correction, factor, eps = numbers.unbind()
+    approach_(firsts, grads, rate1)
+    approach_(seconds, grads.square(), rate2)
+    updates.copy_(firsts / (correction * (torch.sqrt(seconds) * factor + eps)) + decay * weights)

@@ -62,8 +62,8 @@ class NAdam(WholeTensorOptimizer):
             mu, next_mu = _momentum(options, step), _momentum(options, step + 1)
             of_grads, of_firsts = (1 - mu) / (1 - product), next_mu / (1 - product * next_mu)
             numbers = kept, coupled, 1 - beta1, 1 - beta2, lr * of_grads, lr * of_firsts
-            correction = math.sqrt(1 - beta2**step)
-            if self._update_compiled(update_nadam, piece, *numbers, correction, options["eps"]):
+            factor = 1 / math.sqrt(1 - beta2**step)
+            if self._update_compiled(update_nadam, piece, *numbers, factor, options["eps"]):
                 continue
             weights, grads, firsts, seconds = piece
             grads = apply_decay(weights, grads, options, decayed)
@@ -89,13 +89,13 @@ def update_nadam(weights: Tensor, grads: Tensor, firsts: Tensor, seconds: Tensor
     """Update a tensor. To be compiled.
 
     numbers: factor of a decoupled decay, weight decay, 1 - β₁, 1 - β₂, learning rates of the gradient and of
-    the first moment, √(1 - β₂ᵗ), ε.
+    the first moment, 1 / √(1 - β₂ᵗ), ε.
     """
-    kept, decay, rate1, rate2, of_grads, of_firsts, correction, eps = numbers.unbind()
+    kept, decay, rate1, rate2, of_grads, of_firsts, factor, eps = numbers.unbind()
     grads = grads + decay * weights
     approach_(firsts, grads, rate1)
     approach_(seconds, grads.square(), rate2)
-    updates = (of_grads * grads + of_firsts * firsts) / (torch.sqrt(seconds) / correction + eps)
+    updates = (of_grads * grads + of_firsts * firsts) / (torch.sqrt(seconds) * factor + eps)
     weights.mul_(kept).sub_(updates)
 
 

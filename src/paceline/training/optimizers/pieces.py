@@ -66,6 +66,16 @@ def _order_as_in_memory(tensors: list[Tensor]) -> list[Tensor]:
     return ordered if all(tensor.is_contiguous() for tensor in ordered) else tensors
 
 
+def multiply_into(targets: Sequence[Tensor], parts: Sequence[Tensor], factor: float) -> None:
+    """Write the products of tensors and a number into other tensors."""
+    if parts[0].device.type != "cpu":
+        torch._foreach_copy_(list(targets), list(parts))
+        torch._foreach_mul_(list(targets), factor)
+        return
+    for target, part in zip(targets, parts, strict=True):
+        torch.mul(part, factor, out=target)
+
+
 class Scratch:
     """Memory for copies of one piece after another, which stays in the cache.
 
@@ -81,15 +91,6 @@ class Scratch:
         if blocks is None:
             return list(torch._foreach_clone(list(parts)))
         torch._foreach_copy_(blocks, list(parts))
-        return blocks
-
-    def multiply(self, parts: Sequence[Tensor], factor: float) -> list[Tensor]:
-        """Return the products of tensors and a number, in memory like that of `copy`."""
-        blocks = self._blocks(parts)
-        if blocks is None:
-            return list(torch._foreach_mul(list(parts), factor))
-        for block, part in zip(blocks, parts, strict=True):
-            torch.mul(part, factor, out=block)
         return blocks
 
     def lerp(self, starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:

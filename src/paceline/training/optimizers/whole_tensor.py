@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from paceline.data.fake import is_fake
 from paceline.distributed.dtensor import is_dtensor, local_tensor
 from paceline.training.optimizers.compiled import CompiledUpdate, compile_update
-from paceline.training.optimizers.pieces import Piece, iterate_pieces
+from paceline.training.optimizers.pieces import iterate_pieces
 
 # Yields the contributions of the shards, one flat float64 tensor for each parameter; receives their sums.
 Rounds = Generator[list[Tensor], list[Tensor], None]
@@ -164,47 +164,20 @@ def find_place(parameter: Any) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-class SquareSums:
-    """Sums of the squares of whole tensors, collected from the parts of their pieces.
-
-    weights: the tensors of which parts come. kinds: how many sums a tensor has.
-    """
-
-    def __init__(self, weights: Sequence[Tensor], kinds: int):
-        self.weights, self.kinds = weights, kinds
-        # Here, since an update has a hundred pieces, and asking each would take longer than its sums.
-        self.is_on_cpu = all(map(_is_precise_on_cpu, weights))
-        self._places: list[int] = []
-        self._sums: list[list[Tensor]] = [[] for _ in range(kinds)]
-
-    def add(self, places: Sequence[int], *parts: Sequence[Tensor]) -> None:
-        """Add the parts of a piece. places: their indices. parts: a list for each kind of sum."""
-        self._places += places
-        for sums, of_kind in zip(self._sums, parts, strict=True):
-            sums += _sum_squares(of_kind, self.is_on_cpu)
-
-    def by_tensor(self) -> list[Tensor]:
-        """Return for each tensor its sums, a number for each kind."""
-        device = self.weights[0].device
-        totals = torch.zeros(len(self.weights), self.kinds, dtype=torch.float64, device=device)
-        if self._places:
-            columns = torch.stack([torch.stack(sums) for sums in self._sums], 1).double()
-            totals.index_add_(0, torch.tensor(self._places, device=device), columns)
-        return list(totals.unbind())
-
-
 def squares(*tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the sums of squares of the shards: for each parameter as many numbers as there are lists."""
-    sums = SquareSums(tensors[0], len(tensors))
-    for places, parts in iterate_pieces(*tensors, is_divided=False):
-        sums.add(places, *parts)
-    return sums.by_tensor()
+    device = tensors[0][0].device
+    sums = torch.zeros(len(tensors[0]), len(tensors), dtype=torch.float64, device=device)
+    for places, lists in iterate_pieces(*tensors, is_divided=False):
+        columns = [torch.stack(_sum_squares(parts)) for parts in lists]
+        sums.index_add_(0, torch.tensor(places, device=device), torch.stack(columns, 1).double())
+    return list(sums.unbind())
 
 
-def _sum_squares(parts: Sequence[Tensor], is_on_cpu: bool) -> list[Tensor]:
+def _sum_squares(parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the sum of the squares of each part."""
-    if is_on_cpu and all(part.is_contiguous() for part in parts):
-        flat = [part if part.dim() == 1 else part.view(-1) for part in parts]
+    if all(map(_is_plain, parts)):
+        flat = [part.view(-1) for part in parts]
         return [torch.dot(part, part) for part in flat]
     precise = torch.promote_types(parts[0].dtype, torch.float32)
     norms = torch._foreach_norm(list(parts), dtype=precise)
@@ -213,11 +186,8 @@ def _sum_squares(parts: Sequence[Tensor], is_on_cpu: bool) -> list[Tensor]:
 
 def _is_plain(part: Tensor) -> bool:
     """Return whether the elements of a part are float32 or float64, in order, in the memory of the CPU."""
-    return _is_precise_on_cpu(part) and part.is_contiguous()
-
-
-def _is_precise_on_cpu(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float32, torch.float64) and tensor.device.type == "cpu"
+    is_precise = part.dtype in (torch.float32, torch.float64)
+    return is_precise and part.device.type == "cpu" and part.is_contiguous()
 
 
 def trust_ratios(numerators: Tensor, denominators: Tensor, clip: float | None = None) -> Tensor:
@@ -226,14 +196,12 @@ def trust_ratios(numerators: Tensor, denominators: Tensor, clip: float | None = 
     return ratios if clip is None else ratios.clamp(max=clip)
 
 
-def subtract_(pieces: Sequence[Piece], scales: Tensor) -> None:
-    """Subtract scale × update from the weights. pieces: of both. scales: a number for each tensor."""
-    numbers = scales.tolist() if scales.device.type == "cpu" and not is_fake(scales) else None
-    for places, (weights, updates) in pieces:
-        if numbers is None:
-            factors = [scales[at].to(weight.dtype) for at, weight in zip(places, weights, strict=True)]
-            torch._foreach_mul_(updates, factors)
-            torch._foreach_sub_(weights, updates)
-            continue
-        for at, weight, update in zip(places, weights, updates, strict=True):
-            weight.add_(update, alpha=-numbers[at])
+def subtract_(weights: Sequence[Tensor], updates: Sequence[Tensor], scales: Tensor) -> None:
+    """Subtract scale × update from each weight. scales: a number for each. The updates may change, too."""
+    if scales.device.type == "cpu" and not is_fake(scales):
+        for weight, update, scale in zip(weights, updates, scales.tolist(), strict=True):
+            weight.add_(update, alpha=-scale)
+        return
+    factors = [scale.to(weight.dtype) for scale, weight in zip(scales, weights, strict=True)]
+    torch._foreach_mul_(list(updates), factors)
+    torch._foreach_sub_(list(weights), list(updates))
