@@ -282,3 +282,14 @@ def test_norms_of_pieces_alone_are_caught(monkeypatch: pytest.MonkeyPatch) -> No
     firsts = partial(map, lambda tensor: tensor.view(-1)[:PIECE])
     monkeypatch.setattr(lamb, "squares", lambda *lists: whole_tensor.squares(*map(list, map(firsts, lists))))
     assert not torch.allclose(train_in(PIECE), expected, rtol=1e-5)
+
+
+def test_sums_of_squares_of_several_types() -> None:
+    """Small tensors of a piece may differ in type; float16 holds no sum of the squares of these."""
+    tensors = [
+        torch.full((300,), 30.0, dtype=torch.float16),
+        torch.full((2,), 2.0, dtype=torch.float64),
+        torch.full((5,), 3.0),
+        torch.full((7,), 0.5, dtype=torch.bfloat16),
+    ]
+    assert [float(sums) for sums in whole_tensor.squares(tensors)] == pytest.approx([270000, 8, 45, 1.75])

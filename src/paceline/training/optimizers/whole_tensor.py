@@ -9,6 +9,7 @@ that this rank holds whole (`ddp`, `zero1`, stages of a pipeline) need none.
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -169,19 +170,19 @@ def squares(*tensors: Sequence[Tensor]) -> list[Tensor]:
     device = tensors[0][0].device
     sums = torch.zeros(len(tensors[0]), len(tensors), dtype=torch.float64, device=device)
     for places, lists in iterate_pieces(*tensors, is_divided=False):
-        columns = [torch.stack(_sum_squares(parts)) for parts in lists]
-        sums.index_add_(0, torch.tensor(places, device=device), torch.stack(columns, 1).double())
+        columns = [_sum_squares(parts) for parts in lists]
+        sums.index_add_(0, torch.tensor(places, device=device), torch.stack(columns, 1))
     return list(sums.unbind())
 
 
-def _sum_squares(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sum of the squares of each part."""
+def _sum_squares(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the squares of each part, in float64."""
     if all(map(_is_plain, parts)):
         flat = [part.view(-1) for part in parts]
-        return [torch.dot(part, part) for part in flat]
-    precise = torch.promote_types(parts[0].dtype, torch.float32)
+        return torch.stack([torch.dot(part, part) for part in flat]).double()
+    precise = reduce(torch.promote_types, {part.dtype for part in parts}, torch.float32)
     norms = torch._foreach_norm(list(parts), dtype=precise)
-    return list(torch._foreach_mul(norms, norms))
+    return torch.stack(list(norms)).double().square()
 
 
 def _is_plain(part: Tensor) -> bool:
