@@ -115,3 +115,16 @@ def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> Callable[[],
             del attributes["_compiled_call_impl"]
 
     return end
+
+
+# torch 2.13: nn.TransformerEncoder drops masked positions in its kernels of whole layers, so that shapes
+# depend on values. These kernels call no attention that could be replaced, and ONNX lacks them.
+@contextlib.contextmanager
+def fused_layers_disabled() -> Iterator[None]:
+    """Disable torch's kernels of whole layers for passes without gradients."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

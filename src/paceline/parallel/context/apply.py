@@ -30,7 +30,6 @@ from paceline.evaluation_mode import evaluation_mode
 from paceline.parallel.context.check import MIN_POSITIONS
 from paceline.parallel.context.find_splits import SequenceSplits, find_sequence_splits, has_attention
 from paceline.parallel.context.replace_attention import (
-    fused_layers_disabled,
     replace_attention,
 )
 from paceline.parallel.context.ring_attention import RingAttention
@@ -44,6 +43,7 @@ from paceline.parallel.context.sliced_runs import (
 from paceline.parallel.context.slices import GatherForSlices, GatherSlices, rank_positions
 from paceline.parallel.pytree import flatten
 from paceline.plan.plan import ResolvedPlan
+from paceline.torch_compat import fused_layers_disabled
 
 # relative tolerance between a model's output with cp and without: only roundoff
 RTOL = {torch.float64: 1e-8}

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.torch_compat import fused_layers_disabled
+
 ATTENTION = F.scaled_dot_product_attention
 MULTI_HEAD_ATTENTION = F.multi_head_attention_forward
 ATTENTION_FUNCTIONS = ((F, "scaled_dot_product_attention"), (F, "multi_head_attention_forward"))
@@ -88,17 +90,6 @@ def watch_attention() -> Iterator[list[None]]:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, watch(getattr(owner, name)))
         yield calls
-
-
-@contextlib.contextmanager
-def fused_layers_disabled() -> Iterator[None]:
-    """Disable torch's fused kernels of whole layers for passes without gradients."""
-    previous = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(previous)
 
 
 def combine_masks(masks: Iterable[Tensor], dtype: torch.dtype) -> Tensor | None:

@@ -11,7 +11,7 @@ from paceline.errors import Error
 from paceline.parallel.loss.forward import ELSEWHERE
 from paceline.parallel.pipeline.forward_trace import ForwardTrace
 from paceline.parallel.pipeline.stage import PipelineRank, Stage
-from paceline.parallel.pipeline.stand_in_model import unfused_attention
+from paceline.torch_compat import fused_layers_disabled
 
 NO_INDEX = torch.zeros((), dtype=torch.long)
 
@@ -26,7 +26,7 @@ class SequentialStageRunner:
     def run(self, trace: ForwardTrace) -> Any:
         """Return the output of the last stage; ELSEWHERE on ranks that do not have it."""
         result: Any = ELSEWHERE
-        with unfused_attention():
+        with fused_layers_disabled():
             for stage in self.stages:
                 received = () if stage.is_first else self._receive(stage, trace)
                 result = stage(*received, index=NO_INDEX)
@@ -42,7 +42,7 @@ class SequentialStageRunner:
         result: Any = ELSEWHERE
         error: Exception | None = None
         shapes: dict[int, list[torch.Size]] = {}
-        with unfused_attention():
+        with fused_layers_disabled():
             for stage in self.stages:
                 received, error = ((), None) if stage.is_first else self._receive_objects(stage)
                 shapes[stage.first] = [value.shape for value in received]

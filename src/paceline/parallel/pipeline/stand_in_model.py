@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from paceline.parallel.module_hooks import CallInterceptor, find_parts
 from paceline.parallel.pipeline.forward_trace import ForwardTrace
 from paceline.parallel.pipeline.tracer import DependencyTracer
 from paceline.task import Layout, Task
+from paceline.torch_compat import fused_layers_disabled
 from paceline.user_code import UserCode
 
 
@@ -81,7 +81,7 @@ class StandInModel:
         self.interceptor.visitor = tracer.visit_call
         try:
             with (
-                unfused_attention(),
+                fused_layers_disabled(),
                 torch.random.fork_rng(devices=[]),
                 torch.set_grad_enabled(training),
                 tracer,
@@ -131,20 +131,6 @@ class StandInModel:
         finally:
             for tensor in trainable:
                 tensor.requires_grad_(False)
-
-
-@contextlib.contextmanager
-def unfused_attention() -> Iterator[None]:
-    """Disable torch's fused encoder layers.
-
-    They drop masked positions, and the stages must agree on shapes.
-    """
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def _compute_results(task: Task, output: Any, batch: Batch, training: bool) -> list[Any]:

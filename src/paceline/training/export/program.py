@@ -21,6 +21,7 @@ from paceline.data.fake import is_close
 from paceline.distributed.rng import rng_states, seeded_rngs
 from paceline.errors import RunError, TaskError
 from paceline.files import replaced
+from paceline.torch_compat import fused_layers_disabled
 from paceline.training.export.model import ModelInputs
 from paceline.user_code import UserCode, describe_exception, find_user_line
 
@@ -90,7 +91,7 @@ def export_model(model: nn.Module, examples: Sequence[ModelInputs]) -> ExportedP
         ) from error
     shapes = tree_map(lambda dim: Dim.AUTO if dim is Dim.DYNAMIC else dim, shapes)
     try:
-        with quiet(), _without_fused_attention():
+        with quiet(), fused_layers_disabled():
             program = torch.export.export(model, first.args, first.kwargs, dynamic_shapes=shapes)
     except GuardOnDataDependentSymNode as error:
         line = find_user_line(error)
@@ -122,17 +123,6 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-@contextlib.contextmanager
-def _without_fused_attention() -> Iterator[None]:
-    """Let nn.TransformerEncoder use plain operations: ONNX lacks the fused ones."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def describe_taken(taken: Sequence[ModelInputs]) -> str:
